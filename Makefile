@@ -1,0 +1,44 @@
+# Every target sets up its own environment. Variables: VENV, PYTHON (for setup), EXTRAS, WORKDIR, ARGS, PYTEST_ARGS, JOBS.
+
+VENV ?= .venv
+PYTHON ?=
+EXTRAS ?=
+WORKDIR ?= runs/tiny
+CONFIG ?= configs/pretrain.py:scale=tiny,stage=8k,shrink=16
+ARGS ?=
+PYTEST_ARGS ?=
+# Test processes: one a core, at most 8 (each holds its own JAX).
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -le 8 ] || n=8; echo $$n)
+
+run = $(VENV)/bin/python -m
+pytest = pytest -q -n $(JOBS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all lint lock clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+setup: ## make .venv from the locks: make setup [EXTRAS="gpu notebooks"] [PYTHON=/path/to/python]
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup_env.sh $(EXTRAS)
+
+train: setup ## train the tiny model on this machine: make train [WORKDIR=runs/tiny] [CONFIG=...] [ARGS=...]
+	$(run) experiments.train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+test: setup ## run the tests, without the slow ones: make test [PYTEST_ARGS=tests/data] [JOBS=2]
+	$(run) $(pytest) $(PYTEST_ARGS)
+
+# In an environment of its own: with the compilers for absent chips in it, every start of JAX prints that they are absent.
+test-all: ## run every test, in .venv-aot: also the slow ones and those that compile for TPUs and an H200
+	@VENV="$(VENV)-aot" PYTHON="$(PYTHON)" tools/setup_env.sh aot
+	$(VENV)-aot/bin/python -m $(pytest) -m "" $(PYTEST_ARGS)
+
+lint: setup ## check the code with ruff
+	$(run) ruff check .
+
+lock: ## write requirements.lock and requirements/*.lock from setup.py: make lock [UPGRADE=1]
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" UPGRADE="$(UPGRADE)" tools/lock.sh
+
+clean: ## remove caches and build outputs; runs and .venv stay
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . \( -name '.venv*' -o -name .git \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

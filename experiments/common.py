@@ -1,0 +1,179 @@
+"""What the command lines share: flags, one-line errors, one JSON object.
+
+A command is a docstring, a function that defines its flags and a function from parsed flags to a dict. Exit codes:
+0 done (or stopped by a signal and saved), 2 for anything the caller can mend on the command line, 1 for a run that went
+wrong. Errors are one line on stderr that starts with "error:".
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from absl import flags, logging
+from ml_collections import config_flags
+
+from trillium_moe.config import Config, ConfigError, from_config_dict
+
+Define = Callable[[flags.FlagValues], None]
+Run = Callable[[flags.FlagValues], dict[str, Any]]
+
+CONFIG_HELP = """
+Config overrides: every field of trillium_moe/config.py, such as --config.train.steps=200 or
+--config.model.moe.balancing=sign. The file's own options follow a colon: configs/pretrain.py:scale=tiny,stage=8k."""
+
+
+class UsageError(Exception):
+    """A command line that cannot be run. The message names the flag and the mend."""
+
+
+def command(doc: str | None, define: Define, run: Run, argv: Sequence[str] | None = None) -> int:
+    """Parses flags, runs, prints the result. Returns the exit code.
+
+    Args:
+      argv: arguments without the program's name; None for the process's own.
+    """
+    values = flags.FlagValues()
+    flags.DEFINE_bool("json", False, "print one JSON object on the last line of stdout", flag_values=values)
+    define(values)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if {"--help", "-h", "-help"} & set(argv):
+        print(_help(doc, values))
+        return 0
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        _parse(values, argv)
+        result = run(values)
+    except (UsageError, ConfigError) as error:
+        return _fail(error, 2)
+    except Exception as error:
+        # imported late: --help and wrong flags must not wait for jax
+        from trillium_moe.train.checkpoint import CheckpointError, NonFiniteError
+
+        if isinstance(error, CheckpointError):
+            return _fail(error, 2)
+        if isinstance(error, NonFiniteError):
+            return _fail(error, 1)
+        traceback.print_exc()
+        return 1
+    if values.json:
+        print(json.dumps(result))
+    return 0
+
+
+def define_config(values: flags.FlagValues) -> None:
+    config_flags.DEFINE_config_file("config", "configs/pretrain.py", "experiment file, with options after a colon",
+                                    flag_values=values)
+
+
+def define_workdir(values: flags.FlagValues, help: str) -> None:
+    flags.DEFINE_string("workdir", None, help, flag_values=values)
+
+
+def define_step(values: flags.FlagValues) -> None:
+    flags.DEFINE_integer("step", None, "step of the checkpoint; by default the newest", lower_bound=0,
+                         flag_values=values)
+
+
+def config_of(values: flags.FlagValues) -> Config:
+    return from_config_dict(values.config)
+
+
+def workdir_of(values: flags.FlagValues, *, exists: bool) -> str:
+    """The --workdir. Raises UsageError if it is not given, or missing where it must exist."""
+    if not values.workdir:
+        raise UsageError("flag --workdir is missing; name the directory of the run, such as --workdir=/tmp/run")
+    if exists and not Path(values.workdir).expanduser().is_dir() and "://" not in values.workdir:
+        raise UsageError(f"flag --workdir={values.workdir}: no such directory; name one that experiments.train wrote")
+    return str(Path(values.workdir).expanduser()) if "://" not in values.workdir else values.workdir
+
+
+def _parse(values: flags.FlagValues, argv: list[str]) -> None:
+    """Parses into `values`. Raises UsageError or ConfigError."""
+    has_config = "config" in values
+    argv = _overrides(argv) if has_config else argv
+    if has_config:
+        _check_file(argv)
+    own, sys.argv = sys.argv, [sys.argv[0], *argv]  # config_flags looks for overrides there
+    try:
+        rest = values(sys.argv)[1:]
+    except flags.Error as error:
+        raise UsageError(_last_line(error)) from error
+    finally:
+        sys.argv = own
+    if rest:
+        raise UsageError(f"argument {rest[0]!r} is not a flag; flags are written --name=value")
+
+
+def _overrides(argv: list[str]) -> list[str]:
+    """Checks every --config.key=value against the config's fields. Where one is given twice the last counts."""
+    known, out, at = list(_keys(Config)), [], {}
+    items = iter(argv)
+    for item in items:
+        if item.startswith(("--config.", "-config.")):
+            if "=" not in item:
+                item = f"{item}={next(items, '')}"
+            key, _, value = item.lstrip("-").removeprefix("config.").partition("=")
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean --config.{near[0]}?" if near else "see trillium_moe/config.py for the keys"
+                raise UsageError(f"config {key}={value!r}: unknown key; {hint}")
+            if key in at:
+                out[at[key]] = ""
+            at[key] = len(out)
+        out.append(item)
+    return [item for item in out if item]
+
+
+def _keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields, without the groups themselves."""
+    for field in fields(cls):
+        if is_dataclass(field.default_factory):
+            yield from _keys(field.default_factory, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def _check_file(argv: list[str]) -> None:
+    """Raises UsageError if the --config file does not exist."""
+    named = [value for a, b in zip(argv, [*argv[1:], ""]) if (value := _value_of(a, b, "config")) is not None]
+    path = Path((named or ["configs/pretrain.py"])[-1].split(":")[0])
+    if not path.is_file():
+        siblings = [str(p) for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), siblings, n=1)
+        hint = f"did you mean {near[0]}?" if near else "name a file such as configs/pretrain.py"
+        raise UsageError(f"flag --config={path}: no such file; {hint}")
+
+
+def _value_of(item: str, following: str, name: str) -> str | None:
+    if item in (f"--{name}", f"-{name}"):
+        return following
+    return next((item[len(p):] for p in (f"--{name}=", f"-{name}=") if item.startswith(p)), None)
+
+
+def _last_line(error: Exception) -> str:
+    """The message of an error that may carry a whole traceback of the config file."""
+    line = [line for line in str(error).splitlines() if line.strip()][-1].strip()
+    kind, colon, rest = line.partition(": ")
+    return rest if colon and kind.endswith(("Error", "Exception")) and " " not in kind else line
+
+
+def _fail(error: Exception, code: int) -> int:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def _help(doc: str | None, values: flags.FlagValues) -> str:
+    lines = [(doc or "").strip(), "", "Flags:"]
+    for name in sorted(values):
+        flag = values[name]
+        default = "" if flag.default is None else f" (default: {flag.default_unparsed})"
+        lines.append(f"  --{'[no]' if flag.boolean else ''}{name}: {flag.help}{default}")
+    return "\n".join(lines) + (f"\n{CONFIG_HELP}" if "config" in values else "")

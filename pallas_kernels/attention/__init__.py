@@ -1,0 +1,5 @@
+"""Causal softmax attention over packed documents."""
+
+from pallas_kernels.attention.api import attention
+
+__all__ = ["attention"]

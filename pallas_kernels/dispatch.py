@@ -1,0 +1,62 @@
+"""Which implementation of an op runs: asked for by name, or the best one that the platform and the call allow.
+
+An op keeps a plain dict from name to callable and passes it here with the caller's arguments. An implementation that
+cannot serve a call (shape, dtype, device) raises NotImplementedError before it computes anything.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+_log = logging.getLogger(__name__)
+
+PREFERENCE = {
+    "gpu": ("pallas_gpu", "xla"),
+    "tpu": ("pallas_tpu", "xla"),
+    "cpu": ("xla",),
+}
+
+
+@functools.cache  # the cache is the memory of what was already said: one line per op and choice
+def _log_choice(op: str, name: str, platform: str, passed_over: str) -> None:
+    _log.info("%s: implementation %r on %s%s", op, name, platform, passed_over)
+
+
+def dispatch(
+    op: str, implementations: Mapping[str, Callable[..., Any]], implementation: str | None, /, *args, **kwargs
+) -> Any:
+    """Calls one of `implementations` with the remaining arguments and returns its result.
+
+    Args:
+      op: name of the op, for messages.
+      implementations: what this op offers, by name ("reference", "xla", "pallas_tpu", "pallas_gpu", "triton").
+      implementation: a name, which never falls back; or None, which tries the offered ones in the order that
+        `PREFERENCE` gives for `jax.default_backend()` and takes the first that does not raise NotImplementedError.
+
+    Raises:
+      ValueError: the op offers no implementation of that name.
+      NotImplementedError: the named implementation refuses the call, or (None) every candidate does.
+    """
+    if implementation is not None:
+        if implementation not in implementations:
+            offered = ", ".join(sorted(implementations))
+            raise ValueError(f"{op}: implementation={implementation!r} does not exist; use None or one of: {offered}")
+        return implementations[implementation](*args, **kwargs)
+
+    platform = jax.default_backend()
+    refusals = []
+    for name in PREFERENCE.get(platform, ("xla",)):
+        if name not in implementations:
+            continue
+        try:
+            result = implementations[name](*args, **kwargs)
+        except NotImplementedError as refusal:
+            refusals.append(f"{name}: {refusal}")
+            continue
+        passed_over = f" ({'; '.join(refusals)})" if refusals else ""
+        _log_choice(op, name, platform, passed_over)
+        return result
+    raise NotImplementedError(f"{op}: no implementation serves this call on {platform} ({'; '.join(refusals)})")

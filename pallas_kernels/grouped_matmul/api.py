@@ -1,0 +1,41 @@
+"""The public grouped matmul."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import dispatch
+from pallas_kernels.grouped_matmul import reference, xla
+
+IMPLEMENTATIONS = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
+
+
+def grouped_matmul(
+    lhs_MK: Float[Array, "M K"],
+    rhs_GKN: Float[Array, "G K N"],
+    group_sizes_G: Int[Array, " G"],
+    *,
+    align: int,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """Multiplies consecutive groups of rows of `lhs` by their own matrices.
+
+    Rows [start_g, start_g + size_g) of the result are those rows of lhs times rhs[g]; rows past the last group are
+    unspecified. Differentiable in lhs and rhs; a group without rows has an exactly zero gradient.
+
+    Args:
+      lhs_MK: rows, sorted by group.
+      rhs_GKN: one matrix per group.
+      group_sizes_G: rows per group, each a multiple of `align`; their sum is at most M.
+      align: the promised divisor of every group size, so that no block of `align` rows straddles two groups.
+      implementation: see `pallas_kernels.dispatch`.
+
+    Returns:
+      [M, N], accumulated in at least float32, in lhs' dtype.
+
+    Raises:
+      ValueError: `align` does not divide M.
+    """
+    if lhs_MK.shape[0] % align:
+        raise ValueError(f"grouped_matmul: align={align} must divide the {lhs_MK.shape[0]} rows of lhs; pad lhs")
+    return dispatch("grouped_matmul", IMPLEMENTATIONS, implementation, lhs_MK, rhs_GKN, group_sizes_G, align=align)

@@ -1,0 +1,44 @@
+"""Attention: blocks of queries against the whole score matrix and against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import attention, xla
+
+
+def example(T, segments):
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(2, T, 2, 6)).astype(np.float32) for _ in range(2))
+    v = rng.normal(size=(2, T, 2, 4)).astype(np.float32)
+    ids = np.sort(rng.integers(1, 4, (2, T)), axis=1) if segments else None
+    return q, k, v, ids
+
+
+@pytest.mark.parametrize("T, segments", [(1, False), (16, True), (37, True), (48, False)])
+def test_values_and_gradients(T, segments, monkeypatch):
+    monkeypatch.setattr(xla, "QUERIES", 16)
+    q, k, v, ids = example(T, segments)
+    ids_or_ones = np.ones((2, T), int) if ids is None else ids
+    logits = np.einsum("bqhk,bthk->bhqt", q, k).astype(np.float64) * 0.5
+    t = np.arange(T)
+    visible = (t[:, None] >= t) & (ids_or_ones[:, :, None] == ids_or_ones[:, None, :])
+    logits = np.where(visible[:, None], logits, -np.inf)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = np.einsum("bhqt,bthv->bqhv", p / p.sum(-1, keepdims=True), v)
+
+    def f(implementation):
+        def loss(q, k, v):
+            o, top = attention(q, k, v, scale=0.5, segment_ids=None if ids is None else jnp.asarray(ids),
+                               implementation=implementation)
+            return jnp.sin(o).sum(), (o, top)
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*map(jnp.asarray, (q, k, v)))
+
+    (_, (o, top)), grads = f("xla")
+    (_, (o_ref, _)), grads_ref = f("reference")
+    np.testing.assert_allclose(o, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(o_ref, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(top, logits.max((0, 2, 3)), rtol=1e-5)
+    for a, b in zip(grads, grads_ref):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,22 @@
+"""RMS and L2 normalisation (model.md 2.2, 2.3)."""
+
+import jax
+import jax.numpy as jnp
+
+from trillium_moe.model.params import wide
+from trillium_moe.shapes import Array, Float
+
+
+def rms_norm(
+    x: Float[Array, "... D"], weight_D: Float[Array, " D"] | None = None, eps: float = 1e-5
+) -> Float[Array, "... D"]:
+    """x / rms(x), in x's dtype, times the weight. Statistics in float32: a bfloat16 mean of squares loses two digits."""
+    y = wide(x)
+    y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return y if weight_D is None else y * weight_D.astype(x.dtype)
+
+
+def l2_norm(x: Float[Array, "... K"], eps: float = 1e-6) -> Float[Array, "... K"]:
+    """x / |x|, in x's dtype; eps is added to the sum of squares."""
+    y = wide(x)
+    return (y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)

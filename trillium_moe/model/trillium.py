@@ -1,0 +1,120 @@
+"""The whole language model: embedding, layer stack, final norm, untied head, optional multi-token prediction."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trillium_moe.config import ModelConfig
+from trillium_moe.model.context import Context
+from trillium_moe.model.ffn import DenseFFN
+from trillium_moe.model.kda import KDA
+from trillium_moe.model.mla import MLA
+from trillium_moe.model.moe import MoE
+from trillium_moe.model.norms import rms_norm
+from trillium_moe.model.params import RouterBias, layer, normal, ones, param, stack, wide, zeros
+from trillium_moe.model.stack import Schedule, run_stack
+from trillium_moe.shapes import Array, Float, Int
+
+
+def make_layer(kind: str, config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """One layer of a kind."""
+    match kind:
+        case "kda":
+            return KDA(config, rngs=rngs)
+        case "mla":
+            return MLA(config, rngs=rngs)
+        case "dense":
+            return DenseFFN(config, config.ffn_dim, rngs=rngs)
+    return MoE(config, rngs=rngs)
+
+
+class Trillium(nnx.Module):
+    """Kimi K3's text tower (model.md 2.1), and by configuration its relatives.
+
+    `nnx.split(model, nnx.Param, RouterBias)` gives (graphdef, parameters, router bias). Layers of one kind are stacked on
+    a leading `layers` axis: `kda`, `mla`, `dense`, `moe`. Sublayer s is layer s // 2's mixer (even) or FFN (odd).
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        D, V, S, dtype = config.d_model, config.vocab_size, 2 * config.n_layers, config.dtypes.param
+        init = normal(config.init_std)
+        self.embed = param(rngs, (V, D), ("vocab", "embed"), dtype, init, decay=True)
+        self.head = param(rngs, (D, V), ("embed", "vocab"), dtype, init, decay=True)
+        self.norm = param(rngs, (D,), ("embed",), dtype, ones)
+        self.sublayer_norm = param(rngs, (S, D), ("layers", "embed"), dtype, ones)
+        if config.residual != "none":
+            # one depth read before every sublayer and one at the end; the first never runs (nothing to choose from)
+            self.read_norm = param(rngs, (S + 1, D), ("layers", "embed"), dtype, ones)
+            self.read_query = param(rngs, (S + 1, D), ("layers", "embed"), dtype, zeros)
+        schedule = Schedule.of(config)
+        for kind in schedule.kinds:
+            setattr(self, kind, stack(lambda rngs, k=kind: make_layer(k, config, rngs), schedule.count(kind), rngs))
+        if config.n_mtp:
+            self.mtp = MultiTokenPrediction(config, rngs=rngs)
+
+    def hidden(self, tokens_BT: Int[Array, "B T"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
+        """Normed output of the last layer, and aux as `run_stack` gives it."""
+        kinds, state, fns = {}, {}, {}
+        for kind in Schedule.of(self.config).kinds:
+            graphdef, kinds[kind], state[kind] = nnx.split(getattr(self, kind), nnx.Param, RouterBias)
+            fns[kind] = lambda p, q, x, ctx, graphdef=graphdef: nnx.merge(graphdef, p, q)(x, ctx)
+        reads = self.config.residual != "none"
+        query = wide(self.read_norm[...]) * wide(self.read_query[...]) if reads else jnp.zeros_like(self.sublayer_norm[...])
+        params = {"kinds": kinds, "norm": self.sublayer_norm[...], "read": query}
+        h, aux = run_stack(self.config, fns, params, state, self.embedding(tokens_BT), ctx)
+        return rms_norm(h, self.norm[...], self.config.norm_eps), aux
+
+    def mtp_hidden(
+        self, h_BTD: Float[Array, "B T D"], next_BT: Int[Array, "B T"], ctx: Context
+    ) -> tuple[Float[Array, "B T D"], dict]:
+        """Normed hidden states that predict the token after next, given those for the next and the next token itself."""
+        h, aux = self.mtp(h_BTD, self.embedding(next_BT), ctx)
+        return rms_norm(h, self.norm[...], self.config.norm_eps), aux
+
+    def embedding(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return jnp.take(self.embed[...], tokens_BT, axis=0).astype(self.config.dtypes.compute)
+
+    def logits(self, h_BTD: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+        """Logits of normed hidden states, in the policy's logits dtype."""
+        dtype = self.config.dtypes.logits
+        return jnp.dot(h_BTD, self.head.astype(h_BTD.dtype), preferred_element_type=wide(h_BTD).dtype).astype(dtype)
+
+    def __call__(
+        self, tokens_BT: Int[Array, "B T"], segment_ids_BT: Int[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T V"], dict]:
+        """Logits of the next token at every position, and aux."""
+        h, aux = self.hidden(tokens_BT, Context(segment_ids_BT))
+        return self.logits(h), aux
+
+
+class MultiTokenPrediction(nnx.Module):
+    """Predicts the token after next: one more MLA + MoE layer over [hidden; embedding of the next token].
+
+    K3 was pre-trained with one such layer whose fusion is not published; this is the form of DeepSeek-V3 (2412.19437,
+    Eq. 21-25): both inputs normed, one projection, a backbone layer, the shared final norm and head.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        D, dtype = config.d_model, config.dtypes.param
+        self.fuse = param(rngs, (2 * D, D), ("embed", "embed"), dtype, normal(config.init_std), muon="whole")
+        for name in ("hidden_norm", "token_norm", "mixer_norm", "ffn_norm"):
+            setattr(self, name, param(rngs, (D,), ("embed",), dtype, ones))
+        for kind in ("mla", "moe"):  # stacked, though there is one of each: their state is handled like the backbone's
+            setattr(self, kind, stack(lambda rngs, k=kind: make_layer(k, config, rngs), 1, rngs))
+
+    def __call__(
+        self, h_BTD: Float[Array, "B T D"], next_BTD: Float[Array, "B T D"], ctx: Context
+    ) -> tuple[Float[Array, "B T D"], dict]:
+        """Hidden states for token t + 2 at t, from those for t + 1 and the embedding of t + 1; the final norm is the caller's."""
+        eps, aux = self.config.norm_eps, {}
+        both = [rms_norm(h_BTD, self.hidden_norm[...], eps), rms_norm(next_BTD, self.token_norm[...], eps)]
+        x = jnp.concatenate(both, axis=-1) @ self.fuse.astype(h_BTD.dtype)
+        for kind, norm in (("mla", self.mixer_norm), ("moe", self.ffn_norm)):
+            graphdef, state = nnx.split(getattr(self, kind))
+            y, own = nnx.merge(graphdef, layer(state, 0))(rms_norm(x, norm[...], eps), ctx)
+            x, aux[kind] = x + y, jax.tree.map(lambda a: a[None], own)
+        return x, jax.lax.stop_gradient(aux)

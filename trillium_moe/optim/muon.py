@@ -1,0 +1,119 @@
+"""Muon: steepest descent under the spectral norm, per matrix or per attention head.
+
+Sources: Jordan, Muon, 2024; Moonlight (arXiv 2502.16982), section 2.2 for the scale; Kimi K2 (2507.20534),
+algorithm 1; Kimi K3 (2607.24653), Per-Head Muon. Momentum and eps are those of `torch.optim.Muon`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from trillium_moe.model.params import wide
+from trillium_moe.optim.partition import matrix_form
+from trillium_moe.shapes import Array, Float
+
+QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at 0 among quintics that keep singular values near 1 (Jordan)
+EPS = 1e-7  # smallest Frobenius norm divided by
+SERIAL = 2**28  # elements above which a stack goes layer by layer, to need the temporaries of one layer only
+
+
+class MuonState(NamedTuple):
+    """Momentum: a tree like the parameters, same shapes and dtypes."""
+
+    momentum: optax.Updates
+
+
+def newton_schulz(
+    g_BNM: Float[Array, "*B N M"], steps: int = 5, dtype: DTypeLike | None = None
+) -> Float[Array, "*B N M"]:
+    """U f(S) V^T for each matrix U S V^T of the batch, f in about [0.7, 1.2] unless s is tiny.
+
+    Args:
+      dtype: of the iteration. None: bfloat16, whose rounding is below the error of the polynomial; float32 if
+        the program is compiled for a CPU, which multiplies bfloat16 slowly; float64 for float64 input.
+    """
+    if dtype is None and g_BNM.dtype != jnp.float64:
+        run = functools.partial(newton_schulz, steps=steps)
+        cpu, other = functools.partial(run, dtype=jnp.float32), functools.partial(run, dtype=jnp.bfloat16)
+        return jax.lax.platform_dependent(g_BNM, cpu=cpu, default=other)
+    dtype = jnp.dtype(dtype or jnp.float64)
+    # the norm decides whether the iteration converges: at least float32
+    x_BNM = wide(g_BNM)
+    x_BNM = (x_BNM / jnp.maximum(jnp.linalg.norm(x_BNM, axis=(-2, -1), keepdims=True), EPS)).astype(dtype)
+    tall = x_BNM.shape[-2] > x_BNM.shape[-1]
+    x_BNM = x_BNM.mT if tall else x_BNM  # the Gram matrix of the shorter side
+    # Sums and coefficients stay at least float32: 3.4445 in bfloat16 is 3.4375, an error that compounds.
+    # Asking for a float32 iteration means it: TPUs and GPUs would otherwise round the operands.
+    dot = functools.partial(jnp.matmul, precision=None if dtype.itemsize < 4 else "highest",
+                            preferred_element_type=jnp.promote_types(dtype, jnp.float32))
+    a, b, c = QUINTIC
+
+    def step(_, x_BNM):
+        gram_BNN = dot(x_BNM, x_BNM.mT).astype(dtype)
+        factor_BNN = (b * wide(gram_BNN) + c * dot(gram_BNN, gram_BNN)).astype(dtype)
+        return (a * wide(x_BNM) + dot(factor_BNN, x_BNM)).astype(dtype)
+
+    x_BNM = jax.lax.fori_loop(0, steps, step, x_BNM)
+    return (x_BNM.mT if tall else x_BNM).astype(g_BNM.dtype)
+
+
+def muon_update(
+    g_BNM: Float[Array, "*B N M"], steps: int = 5, update_rms: float = 0.2, dtype: DTypeLike | None = None
+) -> Float[Array, "*B N M"]:
+    """Orthogonalised matrices scaled by update_rms * sqrt(max(N, M)).
+
+    An orthogonal N x M matrix has elements of root mean square 1 / sqrt(max(N, M)), so that of the result is
+    about `update_rms` whatever the shape, like AdamW's: learning rate and weight decay are shared.
+    """
+    return update_rms * max(g_BNM.shape[-2:]) ** 0.5 * newton_schulz(g_BNM, steps, dtype)
+
+
+def scale_by_muon(
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    steps: int = 5,
+    update_rms: float = 0.2,
+    per_head: bool = True,
+    dtype: DTypeLike | None = None,
+    serial: int = SERIAL,
+) -> optax.GradientTransformation:
+    """Gradients to Muon updates, before learning rate and sign.
+
+    buf = momentum buf + (1 - momentum) g; u = momentum buf + (1 - momentum) g if nesterov, else buf; each
+    matrix of u (`partition.matrix_form`) becomes `muon_update(u)`.
+
+    Args:
+      dtype: of the iteration, see `newton_schulz`.
+      serial: parameters with a layers axis and more elements than this are done one layer at a time.
+    """
+    lerp = functools.partial(jax.tree.map, lambda m, g: momentum * m + (1 - momentum) * g)
+
+    def orthogonalise(variable: nnx.Variable) -> nnx.Variable:
+        meta = variable.get_metadata()
+
+        def update(x, axes):
+            form = matrix_form(axes, meta["muon"], meta["n_in"], per_head)
+            return form.restore(muon_update(form.matrices(x), steps, update_rms, dtype), x.shape)
+
+        axes = meta["axes"]
+        if axes[0] == "layers" and variable.size > serial:
+            return jax.tree.map(lambda x: jax.lax.map(lambda y: update(y, axes[1:]), x), variable)
+        return jax.tree.map(lambda x: update(x, axes), variable)
+
+    def init(params):
+        return MuonState(jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads, state, params=None):
+        del params
+        buffer = lerp(state.momentum, grads)
+        with jax.named_scope("muon"):
+            updates = jax.tree.map(orthogonalise, lerp(buffer, grads) if nesterov else buffer,
+                                   is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return updates, MuonState(buffer)
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,318 @@
+"""The training loop: restore, step, log, evaluate, save, stop.
+
+`fit` knows nothing of the model: it drives any (state, batch) -> (state, metrics) step. `train` is `fit` on a config.
+
+Order within one step s (s counts optimizer steps done): dispatch step s, then fetch the metrics of step s - 1 while the
+device works. Only an evaluation or a checkpoint waits for the device. The data iterator's state is taken between
+batches, so a checkpoint of step s holds exactly the data position after s batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+from tqdm import tqdm
+
+from trillium_moe.config import Config, ConfigError, TrainConfig, check, load_config, save_config
+from trillium_moe.data.pipeline import make_pipeline
+from trillium_moe.data.sources import make_source, order0_entropy
+from trillium_moe.data.tokenizer import make_tokenizer
+from trillium_moe.evals.heldout import heldout
+from trillium_moe.infer.generate import LoadedModel, Sampling, generate
+from trillium_moe.shapes import PyTree
+from trillium_moe.train import checkpoint
+from trillium_moe.train.checkpoint import NonFiniteError
+from trillium_moe.train.metrics import MetricWriter, start_fetch
+from trillium_moe.train.report import write_facts, write_report
+from trillium_moe.train.state import init_state
+from trillium_moe.train.step import make_eval_step, make_train_step
+
+WATCHED = ("train/loss", "train/grad_norm")  # fetched at every step; either one not finite ends the run
+
+# Keys that may change between the parts of one run: they decide how long it is and what it writes. A new train.steps
+# changes the learning-rate schedule from the resumed step on.
+RESUMABLE = ("name", "train.steps", "train.log_every", "train.eval_every", "train.eval_batches",
+             "train.checkpoint_every", "train.keep", "train.sample_tokens")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What `fit` needs to know about a model and its data."""
+
+    init: Callable[[], PyTree]  # the state before the first step; jit-able
+    step: Callable[[PyTree, Any], tuple[PyTree, Mapping[str, Any]]]  # jitted, its state donated
+    batches: Iterator  # with get_state() and set_state(state), JSON values
+    evaluate: Callable[[PyTree], dict[str, float]]  # held-out metrics of a state
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `fit` ended."""
+
+    step: int  # optimizer steps done, over all parts of the run
+    state: PyTree
+    finished: bool  # False: stopped by a signal, and saved
+    metrics: dict[str, float]  # the last loss and held-out values seen
+
+
+def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: bool = True) -> Outcome:
+    """Trains until `config.steps` are done or SIGTERM or SIGINT arrives, resuming the newest whole checkpoint.
+
+    Raises:
+      NonFiniteError: naming the step whose loss or gradient norm was not finite. Nothing of it is saved.
+      CheckpointError: if checkpoints exist but none can be used.
+      ConfigError: if the data of the checkpoint is not that of `task`.
+    """
+    seen: dict[str, float] = {}
+    pending: tuple[int, dict, dict] | None = None  # (step, device metrics, held-out metrics)
+    saved: int | None = None  # step of the newest checkpoint
+    meter = _Throughput(task.tokens_per_step)
+
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
+        state, start = _restore_or_init(config, workdir, task)
+        checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, config.keep))
+        writer = stack.enter_context(MetricWriter(workdir, start))
+        bar = stack.enter_context(tqdm(total=config.steps, initial=start, unit="step", disable=not progress,
+                                       dynamic_ncols=True, mininterval=0.5))
+
+        def flush() -> None:
+            """Fetches the pending step's metrics: checks them, shows them, writes them if it is a logged step."""
+            nonlocal pending
+            if pending is None:
+                return
+            step, metrics, heldout = pending
+            pending = None
+            watched = jax.device_get({name: metrics[name] for name in WATCHED if name in metrics})
+            meter.finished(step)
+            bad = [name for name in WATCHED if name in watched and not math.isfinite(watched[name])]
+            if bad:
+                raise NonFiniteError(_not_finite(step, bad[0], float(watched[bad[0]]), saved))
+            seen.update({name: float(value) for name, value in watched.items()}, **heldout)
+            if is_logged(config, step):
+                arrays = step == 1 or is_evaluated(config, step) or is_saved(config, step)
+                writer.write(step, {**metrics, **heldout, **meter.since_last_line()}, arrays)
+            if progress:
+                _show(bar, step, seen, metrics, meter)
+
+        step, saved = start, start or None
+        while step < config.steps and not stop:
+            batch = next(task.batches)
+            state, metrics = task.step(state, batch)
+            start_fetch(metrics)
+            flush()
+            step += 1
+            pending = (step, dict(metrics), {})
+            if is_evaluated(config, step):
+                flush_now = jax.block_until_ready(metrics)  # evaluation time is not training time
+                with meter.paused():
+                    pending = (step, flush_now, task.evaluate(state))
+            if is_saved(config, step):
+                flush()  # a checkpoint's own metrics are on disk before it is
+                with meter.paused():
+                    writer.sync()
+                    checkpoint.save(checkpoints, step, state, task.batches.get_state())
+                saved = step
+        flush()
+        if saved != step:  # stopped between checkpoints
+            writer.sync()
+            checkpoint.save(checkpoints, step, state, task.batches.get_state())
+    finished = step >= config.steps
+    if not finished:
+        print(f"stopped by {stop[0]} after step {step}: saved to {checkpoint.checkpoint_dir(workdir) / str(step)}; "
+              "the same command resumes", file=sys.stderr)
+    return Outcome(step, state, finished, seen)
+
+
+def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> Outcome:
+    """Trains the model that `config` describes in `workdir`, or resumes it there. Ends with a report and a sample.
+
+    Raises:
+      ConfigError: for a config that cannot work, or a workdir that holds a run of another one.
+      CheckpointError, NonFiniteError: as `fit`.
+    """
+    check_same_run(config, workdir)
+    epath.Path(workdir).mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(config.data, workdir)
+    host, hosts = jax.process_index(), jax.process_count()
+    batches = make_pipeline(config, "train", workdir, tokenizer=tokenizer, host=host, hosts=hosts)
+    held = make_pipeline(config, "heldout", workdir, tokenizer=tokenizer, host=host, hosts=hosts, threads=0)
+    save_config(config, workdir)  # only now that the data exist
+    write_facts(workdir, config, order0_bits_per_byte=_order0(config))
+    eval_step = make_eval_step(config)
+
+    def evaluate(state) -> dict[str, float]:
+        return heldout(eval_step, state.params, state.router_bias, iter(held), tokenizer.token_bytes,
+                       config.train.eval_batches)
+
+    task = Task(
+        init=lambda: init_state(config),
+        step=make_train_step(config),
+        batches=iter(batches),
+        evaluate=evaluate,
+        tokens_per_step=config.data.batch_size * config.data.seq_len,
+    )
+    outcome = fit(config.train, workdir, task, progress=progress)
+    if outcome.finished and config.train.sample_tokens:
+        model = LoadedModel(config, outcome.step, outcome.state.params, outcome.state.router_bias, tokenizer)
+        prompt = tokenizer.decode(held[0]["tokens"][0, : config.data.seq_len // 8])
+        sampling = Sampling(temperature=0.8, seed=config.seed)
+        text = generate(model, prompt, config.train.sample_tokens, sampling)
+        (epath.Path(workdir) / "sample.txt").write_text(f"{prompt}\n\n--- continued by the model at step "
+                                                        f"{outcome.step}, temperature 0.8 ---\n\n{text}\n")
+    report = write_report(workdir)
+    if progress:
+        print(f"report: {report}", file=sys.stderr)
+    return outcome
+
+
+def _order0(config: Config) -> float:
+    """Order-0 entropy of the first 16 MiB of held-out text, bits per byte."""
+    source, left = make_source(config.data).split(config.data.heldout)[1], 1 << 24
+
+    def some():
+        nonlocal left
+        for text in source:
+            if left <= 0:
+                return
+            left -= len(text)
+            yield text
+
+    return order0_entropy(some())
+
+
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    return step == config.steps or (config.eval_every > 0 and step % config.eval_every == 0)
+
+
+def is_saved(config: TrainConfig, step: int) -> bool:
+    return step == config.steps or (config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
+
+
+def is_logged(config: TrainConfig, step: int) -> bool:
+    """Depends on the step alone, so a resumed run logs the steps an uninterrupted one does."""
+    return step == 1 or step % config.log_every == 0 or is_evaluated(config, step)
+
+
+def _restore_or_init(config: TrainConfig, workdir: epath.PathLike, task: Task) -> tuple[PyTree, int]:
+    if not checkpoint.steps(workdir):
+        # it runs once, and XLA's CPU backend takes five times longer to optimise it than not to
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.jit(task.init, compiler_options=options)(), 0
+    restored = checkpoint.restore(workdir, jax.eval_shape(task.init))
+    checkpoint.set_aside(workdir, after=restored.step)
+    task.batches.set_state(restored.data_state)
+    logging.info("resumed step %d from %s", restored.step, workdir)
+    return restored.state, restored.step
+
+
+def _not_finite(step: int, name: str, value: float, saved: int | None) -> str:
+    kept = "no checkpoint was due before it" if saved is None else f"the last good checkpoint is of step {saved}"
+    return f"step {step}: {name}={value}; {kept}; lower optim.lr, lengthen optim.warmup or check the data"
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """Yields a list that receives the name of the first SIGTERM or SIGINT. A second one acts at once, as usual.
+
+    Outside the main thread, where Python allows no handlers, the list stays empty.
+    """
+    names: list[str] = []
+    previous: dict[int, Any] = {}
+
+    def restore(*_) -> None:
+        while previous:
+            signal.signal(*previous.popitem())
+
+    def handle(number, _) -> None:
+        names.append(signal.Signals(number).name)
+        restore()
+
+    with contextlib.suppress(ValueError):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous[number] = signal.signal(number, handle)
+    try:
+        yield names
+    finally:
+        restore()
+
+
+class _Throughput:
+    """Tokens per second of training proper: without compilation, evaluation and checkpoints."""
+
+    def __init__(self, tokens_per_step: int):
+        self.tokens_per_step = tokens_per_step
+        self.rate = 0.0
+        self._mark: tuple[float, int] | None = None  # (time, step) when the first step of this process had ended
+        self._step = 0
+        self._pause = 0.0
+
+    def finished(self, step: int) -> None:
+        self._step = step
+        if self._mark is None:
+            self._mark = (time.perf_counter(), step)
+        steps, seconds = step - self._mark[1], time.perf_counter() - self._mark[0] - self._pause
+        if steps and seconds > 0:
+            self.rate = steps * self.tokens_per_step / seconds
+
+    def since_last_line(self) -> dict[str, float]:
+        if self._step == self._mark[1]:
+            return {}
+        self._mark, self._pause = (time.perf_counter(), self._step), 0.0
+        return {"perf/tokens_per_second": self.rate}
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._pause += time.perf_counter() - began
+
+
+def _show(bar: tqdm, step: int, seen: dict[str, float], metrics: Mapping[str, Any], meter: _Throughput) -> None:
+    """Loss, balance and speed beside tqdm's own step count, speed and time left."""
+    shown = {"loss": f"{seen['train/loss']:.3f}"} if "train/loss" in seen else {}
+    if "router/max_violation" in metrics:
+        shown["MaxVio"] = f"{float(metrics['router/max_violation']):.2f}"
+    if "heldout/bits_per_byte" in seen:
+        shown["bpb"] = f"{seen['heldout/bits_per_byte']:.3f}"
+    if meter.rate:
+        shown["tok/s"] = f"{meter.rate:,.0f}"
+    bar.set_postfix(shown, refresh=False)
+    bar.update(step - bar.n)
+
+
+def check_same_run(config: Config, workdir: epath.PathLike) -> None:
+    """Raises ConfigError, naming the keys, if `workdir` holds a run of another config or a longer one.
+
+    RESUMABLE keys may differ.
+    """
+    if not (epath.Path(workdir) / "config.json").exists():
+        return
+    ours, theirs = _flat(dataclasses.asdict(config)), _flat(dataclasses.asdict(load_config(workdir)))
+    differ = [key for key in ours if ours[key] != theirs[key] and key not in RESUMABLE]
+    if differ:
+        listed = ", ".join(f"{key}={ours[key]!r} (there: {theirs[key]!r})" for key in differ)
+        raise ConfigError(f"config {listed}: workdir={str(workdir)!r} holds another run; name a new workdir, or give "
+                          "the config it was started with")
+    done = max(checkpoint.steps(workdir), default=0)
+    check(config.train.steps >= done, "train.steps", config.train.steps,
+          f"workdir={str(workdir)!r} has already done {done} steps; raise it or name a new workdir")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out = {}
+    for key, value in tree.items():
+        out.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return out

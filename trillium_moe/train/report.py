@@ -1,0 +1,224 @@
+"""`report.html` of a run: one self-contained page, written from what the run directory holds so far."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import html
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from trillium_moe.config import Config, load_config
+from trillium_moe.train import figures
+from trillium_moe.train.counts import count_modules, human, totals
+from trillium_moe.train.metrics import read_arrays, read_metrics
+from trillium_moe.train.report_page import PAGE
+
+CAPTIONS = {
+    "loss": "Left: loss of every logged step (faint) and its running mean. It should fall fast, then bend. Right: loss "
+            "on text the model never trains on. Below the dashed line the model uses context; above it, counting bytes "
+            "would do better.",
+    "load": "One row per MoE layer, one column per expert. White is the mean load, orange an expert with too many tokens, "
+            "blue one with too few. A balanced router is nearly white; a dark blue column is a dead expert.",
+    "balance": "Line: mean over layers; shaded up to the worst layer. Random sampling alone leaves the dashed floor, "
+               "√(2 ln n / q) for n experts with q tokens each, so balance is as good as it gets when the line reaches it.",
+    "depth": "Each row is what one sublayer reads: its own block's live sum and the sealed sums of earlier blocks and the "
+             "embedding. It starts even across what exists (grey cells do not exist yet); structure is learned.",
+    "decay": "Dots are channels, bars the middle half, thin lines 5 to 95 percent, circles medians. Layers should cover "
+             "several orders of magnitude: short half-lives track syntax, those near the context length carry topics.",
+    "optimizer": "The norm should settle after warm-up; spikes that come back mean a learning rate too high or odd data. "
+                 "Below: the schedule.",
+    "speed": "Without compilation, evaluation and checkpoints. Dips are the machine, not the model.",
+}
+
+
+def write_facts(workdir: epath.PathLike, config: Config, **more: Any) -> None:
+    """Writes `run.json`: what the report says about a run that only the training process knows."""
+    facts = {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": _hardware(),
+        "versions": f"Python {platform.python_version()}, "
+                    + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax")),
+        "git_commit": _git_commit(),
+        "parameters": totals(count_modules(config.model)),
+        **more,
+    }
+    (epath.Path(workdir) / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def write_report(workdir: epath.PathLike) -> epath.Path:
+    """Writes `report.html`, and its pictures into `figures/`. Returns the page's path.
+
+    Raises:
+      ConfigError: if the directory holds no config.
+    """
+    workdir = epath.Path(workdir)
+    config = load_config(workdir)
+    lines = read_metrics(workdir)
+    step, arrays = read_arrays(workdir)
+    facts = json.loads((workdir / "run.json").read_text()) if (workdir / "run.json").exists() else {}
+    pictures = {
+        "loss": figures.losses(lines, facts.get("order0_bits_per_byte")),
+        "load": figures.expert_load(arrays.get("router/load_LE"), config),
+        "balance": figures.balance(lines),
+        "depth": figures.depth_attention(arrays.get("attn_res/weights_SN")),
+        "decay": figures.half_lives(arrays.get("kda/log_decay_LHK"), config),
+        "optimizer": figures.optimizer(lines, config),
+        "speed": figures.throughput(lines),
+    }
+    folder = workdir / "figures"
+    folder.mkdir(exist_ok=True)
+    shown = {}
+    for name, figure in pictures.items():
+        if figure is not None:
+            shown[name] = _png(figure)
+            (folder / f"{name}.png").write_bytes(shown[name])
+    sample = (workdir / "sample.txt").read_text() if (workdir / "sample.txt").exists() else ""
+    page = workdir / "report.html"
+    page.write_text(_page(config, lines, step, facts, shown, sample))
+    return page
+
+
+def _page(config: Config, lines: list[dict], array_step: int, facts: dict, shown: dict[str, bytes], sample: str) -> str:
+    last = lines[-1] if lines else {}
+    done = last.get("step", 0)
+    state = "finished" if done >= config.train.steps else f"step {done:,} of {config.train.steps:,}"
+    notes = {"load": f" Step {array_step:,}.", "depth": f" Step {array_step:,}.", "decay": f" Step {array_step:,}."}
+    plates = "\n".join(
+        f'<figure class="{"wide" if name == "loss" else ""}"><img alt="{name}" '
+        f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        f"<figcaption>{html.escape(CAPTIONS[name])}{notes.get(name, '')}</figcaption></figure>"
+        for name, png in shown.items())
+    if not shown:
+        plates = '<p class="empty">No step has been logged yet.</p>'
+    parts = {
+        "title": html.escape(config.name),
+        "state": state,
+        "done": "done" if done >= config.train.steps else "",
+        "subtitle": html.escape(" · ".join(_subtitle(config, facts))),
+        "cards": "".join(f"<div><b>{value}</b><span>{html.escape(label)}</span></div>"
+                         for label, value in _cards(config, lines, facts)),
+        "plates": plates,
+        "sample": f"<section><h2>Sample</h2><pre>{html.escape(sample)}</pre></section>" if sample else "",
+        "facts": _table(_facts(config, facts)),
+        "config": "".join(f"<div><h3>{name}</h3>{_table(values)}</div>" for name, values in _config(config).items()),
+    }
+    page = PAGE
+    for name, value in parts.items():
+        page = page.replace(f"@{name}@", value)
+    return page
+
+
+def _subtitle(config: Config, facts: dict) -> list[str]:
+    out = [f"{config.model.n_layers} layers, width {config.model.d_model}, context {config.data.seq_len:,}"]
+    if "started" in facts:
+        out.append(f"started {facts['started'][:16].replace('T', ' ')} UTC")
+    if "hardware" in facts:
+        out.append(facts["hardware"])
+    return out
+
+
+def _cards(config: Config, lines: list[dict], facts: dict) -> list[tuple[str, str]]:
+    """The numbers to see first: (label, value)."""
+    newest: dict[str, float] = {}
+    for line in lines:
+        newest.update(line)
+    out = []
+    if "heldout/bits_per_byte" in newest:
+        out.append(("held-out bits per byte", f"{newest['heldout/bits_per_byte']:.3f}"))
+    if "train/loss" in newest:
+        out.append(("training loss, nats per token", f"{newest['train/loss']:.3f}"))
+    if "router/max_violation" in newest:
+        floor = f" (floor {newest['router/floor']:.2f})" if "router/floor" in newest else ""
+        out.append((f"MaxVio{floor}", f"{newest['router/max_violation']:.2f}"))
+    out.append(("tokens trained on", human(newest.get("step", 0) * config.data.batch_size * config.data.seq_len)))
+    rates = figures.series(lines, "perf/tokens_per_second")[1]
+    if len(rates):
+        out.append(("tokens per second, median", f"{np.median(rates):,.0f}"))
+    if "parameters" in facts:
+        counts = facts["parameters"]
+        active = human(counts["active_text_without_input_embedding"])
+        out.append((f"parameters, {active} active", human(counts["total"])))
+    return out
+
+
+def _facts(config: Config, facts: dict) -> dict[str, Any]:
+    counts = facts.get("parameters", {})
+    rows = {
+        "parameters": f"{counts['total']:,}" if counts else "",
+        "active per token, without input embedding": f"{counts['active_text_without_input_embedding']:,}"
+        if counts else "",
+        "tokens per step": f"{config.data.batch_size * config.data.seq_len:,}",
+        "order-0 entropy of the held-out text": f"{facts['order0_bits_per_byte']:.3f} bits per byte"
+        if facts.get("order0_bits_per_byte") else "",
+        "hardware": facts.get("hardware", ""),
+        "versions": facts.get("versions", ""),
+        "git commit": facts.get("git_commit", ""),
+    }
+    return {key: value for key, value in rows.items() if value}
+
+
+def _config(config: Config) -> dict[str, dict[str, Any]]:
+    """Config fields by section; those that differ from the defaults are marked in `_table` by a trailing star."""
+    ours, default = dataclasses.asdict(config), dataclasses.asdict(Config())
+    sections: dict[str, dict[str, Any]] = {"run": {}}
+
+    def walk(name: str, values: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                walk(key if name == "run" else f"{name}.{key}", value, usual[key])
+            else:
+                star = " *" if value != usual[key] else ""
+                sections.setdefault(name, {})[key + star] = value if value != "" else "—"
+
+    walk("run", ours, default)
+    return sections
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    cells = (f'<tr{" class=changed" if key.endswith(" *") else ""}><th>{html.escape(key.removesuffix(" *"))}</th>'
+             f"<td>{html.escape(str(value))}</td></tr>" for key, value in rows.items())
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(content, format="png", dpi=160, metadata={"Software": None})
+    return content.getvalue()
+
+
+def _hardware() -> str:
+    """`8 × NVIDIA H200`, or the processor and its cores."""
+    if jax.default_backend() != "cpu":
+        hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
+        return f"{jax.device_count()} × {jax.devices()[0].device_kind}{hosts}"
+    info = Path("/proc/cpuinfo")
+    models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+              ] if info.exists() else []
+    return f"{os.cpu_count()} cores, {(models or [platform.processor() or platform.machine()])[0]}"
+
+
+def _git_commit() -> str:
+    """Commit of the source tree, with "+ changes" if it has any; "" outside a repository."""
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (" + changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,58 @@
+"""Everything a train step carries, described before any of it is allocated."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from trillium_moe.config import Config, ModelConfig
+from trillium_moe.model.params import RouterBias
+from trillium_moe.model.trillium import Trillium
+from trillium_moe.optim import make_optimizer
+from trillium_moe.shapes import Array, Int, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """step: optimizer steps done. router_bias: the balancing bias the next step routes with."""
+
+    step: Int[Array, ""]
+    params: nnx.State
+    router_bias: nnx.State
+    opt_state: PyTree
+
+
+def new_model(config: ModelConfig, key: Array) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """A freshly initialised model as (graphdef, parameters, router bias)."""
+    return nnx.split(Trillium(config, rngs=nnx.Rngs(params=key)), nnx.Param, RouterBias)
+
+
+@functools.cache
+def model_def(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """Graphdef, and parameters and router bias as shapes with metadata; nothing is allocated."""
+    graphdef = None
+
+    def init():
+        nonlocal graphdef
+        graphdef, params, bias = new_model(config, jax.random.key(0))
+        return params, bias
+
+    params, bias = jax.eval_shape(init)
+    return graphdef, params, bias
+
+
+def optimizer(config: Config) -> optax.GradientTransformation:
+    """The optimizer of the run."""
+    return make_optimizer(config.optim, config.train.steps, model_def(config.model)[1])
+
+
+def init_state(config: Config) -> TrainState:
+    """The state before the first step, a pure function of config.seed. Call it under `jax.jit` or `jax.eval_shape`."""
+    _, params, bias = new_model(config.model, jax.random.fold_in(jax.random.key(config.seed), 0))
+    return TrainState(jnp.zeros((), jnp.int32), params, bias, optimizer(config).init(params))
