@@ -114,7 +114,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> None:
 
 def _overrides(argv: list[str]) -> list[str]:
     """Checks every --config.key=value against the config's fields. Where one is given twice the last counts."""
-    known, out, at = list(_keys(Config)), [], {}
+    known, out, at = dict(_fields(Config())), [], {}
     items = iter(argv)
     for item in items:
         if item.startswith(("--config.", "-config.")):
@@ -125,6 +125,7 @@ def _overrides(argv: list[str]) -> list[str]:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"did you mean --config.{near[0]}?" if near else "see trillium_moe/config.py for the keys"
                 raise UsageError(f"config {key}={value!r}: unknown key; {hint}")
+            _check_type(key, value, known[key])
             if key in at:
                 out[at[key]] = ""
             at[key] = len(out)
@@ -132,13 +133,26 @@ def _overrides(argv: list[str]) -> list[str]:
     return [item for item in out if item]
 
 
-def _keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all fields, without the groups themselves."""
-    for field in fields(cls):
-        if is_dataclass(field.default_factory):
-            yield from _keys(field.default_factory, f"{prefix}{field.name}.")
+def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and defaults of all fields, without the groups themselves."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from _fields(value, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}"
+            yield f"{prefix}{field.name}", value
+
+
+def _check_type(key: str, value: str, default: Any) -> None:
+    """Raises UsageError unless the text is a value of the default's type."""
+    if type(default) in (int, float):
+        try:
+            type(default)(value)
+        except ValueError:
+            kind = "a whole number" if isinstance(default, int) else "a number"
+            raise UsageError(f"config {key}={value!r}: must be {kind}, like the default {default!r}") from None
+    elif isinstance(default, bool) and value.lower() not in ("true", "false", "1", "0"):
+        raise UsageError(f"config {key}={value!r}: must be true or false")
 
 
 def _check_file(argv: list[str]) -> None:

@@ -43,7 +43,9 @@ def dispatch(
     if implementation is not None:
         if implementation not in implementations:
             offered = ", ".join(sorted(implementations))
-            raise ValueError(f"{op}: implementation={implementation!r} does not exist; use None or one of: {offered}")
+            raise ValueError(
+                f"{op}: implementation={implementation!r} does not exist; use None or one of: {offered}"
+            )
         return implementations[implementation](*args, **kwargs)
 
     platform = jax.default_backend()
@@ -59,4 +61,6 @@ def dispatch(
         passed_over = f" ({'; '.join(refusals)})" if refusals else ""
         _log_choice(op, name, platform, passed_over)
         return result
-    raise NotImplementedError(f"{op}: no implementation serves this call on {platform} ({'; '.join(refusals)})")
+    raise NotImplementedError(
+        f"{op}: no implementation serves this call on {platform} ({'; '.join(refusals)})"
+    )

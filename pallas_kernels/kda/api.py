@@ -1,16 +1,13 @@
 """The public KDA op: arguments checked, defaults resolved, an implementation chosen."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.kda.reference import kda_reference
+from pallas_kernels.kda.reference import State, kda_reference
 from pallas_kernels.kda.xla import kda_xla
 
 IMPLEMENTATIONS = {"reference": kda_reference, "xla": kda_xla}
-
-State = Float[Array, "B H K V"] | Float[Array, "B S H K V"]
 
 
 def kda(
@@ -45,10 +42,10 @@ def kda(
         ids may be any integers: the first document of a row starts from initial_state, the others from zero. With
         [B, S, H, K, V] segment s starts from initial_state[:, s], and tokens whose id lies outside [0, S) belong
         to no segment: their output is zero and no state sees them.
-      g_min: the caller's promise g >= g_min, which lets all score tiles be dense matmuls. What must really hold: the
-        gates of any 15 neighbouring tokens sum to more than -87 (float32's exponent range), so g_min=-5 tolerates
-        down to -5.8. A broken promise gives non-finite outputs. None promises nothing and takes exact pairwise differences inside
-        16-token tiles: correct for any decay, slower.
+      g_min: the caller's promise that g >= g_min, which lets every score tile be a dense matmul. What must hold in
+        truth is that any 15 neighbouring gates of a channel sum to more than -87 (the exponent range of float32): 5.8
+        per token. A broken promise gives non-finite outputs. None promises nothing: the pairs inside 16-token tiles
+        are then summed one by one, which is right for any decay and slower.
       implementation: see `pallas_kernels.dispatch`.
 
     Returns:
@@ -61,10 +58,12 @@ def kda(
       NotImplementedError: a named implementation cannot serve the call.
     """
     _check(q, k, v, g, beta, initial_state, segment_ids, g_min)
-    B, _, H, K = q.shape
+    B, T, H, K = q.shape
     accumulate = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     if initial_state is None:
         initial_state = jnp.zeros((B, H, K, v.shape[-1]), accumulate)
+    if T == 0:
+        return jnp.zeros_like(v), initial_state.astype(accumulate)
     return dispatch(
         "kda",
         IMPLEMENTATIONS,
@@ -87,26 +86,48 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, g_min) -> None:
         raise ValueError(f"kda: q has shape {q.shape}; reshape it to [B, T, H, K]")
     B, T, H, K = q.shape
     V = v.shape[-1]
-    for name, array, shape in (("k", k, (B, T, H, K)), ("v", v, (B, T, H, V)), ("g", g, (B, T, H, K)), ("beta", beta, (B, T, H))):
+    needed = {
+        "k": (k, (B, T, H, K)),
+        "v": (v, (B, T, H, V)),
+        "g": (g, (B, T, H, K)),
+        "beta": (beta, (B, T, H)),
+    }
+    for name, (array, shape) in needed.items():
         if array.shape != shape:
             raise ValueError(f"kda: {name} has shape {array.shape}; q of shape {q.shape} needs {shape}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"kda: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
     if q.dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
-        raise ValueError(f"kda: q, k, v have dtype {q.dtype}, too narrow for e^37; cast them to bfloat16 or float32")
+        raise ValueError(
+            f"kda: q, k, v have dtype {q.dtype}, too narrow for e^37; cast them to bfloat16 or float32"
+        )
     if g.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"kda: g has dtype {g.dtype}, which rounds slow decays to none; compute the gate in float32")
+        raise ValueError(
+            f"kda: g has dtype {g.dtype}, which rounds slow decays to none; compute the gate in float32"
+        )
     if g_min is not None and g_min > 0:
-        raise ValueError(f"kda: g_min={g_min} is positive; log decays are <= 0, so pass the lower bound, e.g. -5.0")
-    if segment_ids is not None and (segment_ids.shape != (B, T) or not jnp.issubdtype(segment_ids.dtype, jnp.integer)):
-        raise ValueError(f"kda: segment_ids is {segment_ids.dtype}{segment_ids.shape}; pass integers of shape {(B, T)}")
+        raise ValueError(
+            f"kda: g_min={g_min} is positive; log decays are <= 0, so pass the lower bound, e.g. -5.0"
+        )
+    if segment_ids is not None and (
+        segment_ids.shape != (B, T) or not jnp.issubdtype(segment_ids.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"kda: segment_ids is {segment_ids.dtype}{segment_ids.shape}; pass integers of shape {(B, T)}"
+        )
     if initial_state is None:
         return
     if initial_state.ndim == 5:
         S = initial_state.shape[1]
         if segment_ids is None:
-            raise ValueError(f"kda: initial_state has shape {initial_state.shape}, one per segment; pass segment_ids")
+            raise ValueError(
+                f"kda: initial_state has shape {initial_state.shape}, one per segment; pass segment_ids"
+            )
         if initial_state.shape != (B, S, H, K, V) or S == 0:
-            raise ValueError(f"kda: initial_state has shape {initial_state.shape}; pass {(B, max(S, 1), H, K, V)}")
+            raise ValueError(
+                f"kda: initial_state has shape {initial_state.shape}; pass {(B, max(S, 1), H, K, V)}"
+            )
     elif initial_state.shape != (B, H, K, V):
-        raise ValueError(f"kda: initial_state has shape {initial_state.shape}; pass {(B, H, K, V)} or [B, S, H, K, V]")
+        raise ValueError(
+            f"kda: initial_state has shape {initial_state.shape}; pass {(B, H, K, V)} or [B, S, H, K, V]"
+        )

@@ -20,9 +20,13 @@ class ChunkConfig:
     def __post_init__(self):
         for field, size in (("tile", self.tile), ("chunk", self.chunk)):
             if size < 1 or size & (size - 1):
-                raise ValueError(f"ChunkConfig.{field}={size} is not a power of two; use 16 for tile, 64 for chunk")
+                raise ValueError(
+                    f"ChunkConfig.{field}={size} is not a power of two; use 16 for tile, 64 for chunk"
+                )
         if self.chunk < self.tile:
-            raise ValueError(f"ChunkConfig.chunk={self.chunk} is smaller than tile={self.tile}; make it a multiple")
+            raise ValueError(
+                f"ChunkConfig.chunk={self.chunk} is smaller than tile={self.tile}; make it a multiple"
+            )
 
 
 _DEFAULT = ChunkConfig()

@@ -21,7 +21,7 @@ def kda_reference(
 ) -> tuple[Float[Array, "B T H V"], State]:
     """`api.kda` as a scan over time, with defaults resolved. Any gate is safe here, so g_min is not read.
 
-        S <- Diag(e^g) S;   S <- S + beta k (v - S^T k)^T;   o = scale * S^T q          (Kimi Linear, Eq. 1)
+    S <- Diag(e^g) S;   S <- S + beta k (v - S^T k)^T;   o = scale * S^T q          (Kimi Linear, Eq. 1)
     """
     del g_min
     B, T = q_BTHK.shape[:2]
@@ -34,7 +34,8 @@ def kda_reference(
     ids_BT = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
     starts_BT = jnp.diff(ids_BT, axis=1, prepend=ids_BT[:, :1]) != 0
     wipe_BT = jnp.zeros_like(starts_BT) if per_segment else starts_BT
-    slot_BT = ids_BT if per_segment else jnp.zeros_like(ids_BT)
+    # An id outside [0, S) has no slot: S reads as zero and drops what is written (-1 would count from the end).
+    slot_BT = jnp.where((ids_BT >= 0) & (ids_BT < S), ids_BT, S) if per_segment else jnp.zeros_like(ids_BT)
 
     accumulate = table_BSHKV.dtype
     rows_B = jnp.arange(B)
@@ -48,6 +49,7 @@ def kda_reference(
         update_BHV = beta_BH[..., None] * (v_BHV - predicted_BHV)
         state_BHKV = state_BHKV + k_BHK[..., None] * update_BHV[..., None, :]
         o_BHV = scale * jnp.einsum("bhkv,bhk->bhv", state_BHKV, q_BHK, precision="highest")
+        o_BHV = jnp.where((slot_B < S)[:, None, None], o_BHV, 0)
         return table_BSHKV.at[rows_B, slot_B].set(state_BHKV, mode="drop"), o_BHV
 
     tokens = [x.astype(accumulate) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)] + [slot_BT, wipe_BT]

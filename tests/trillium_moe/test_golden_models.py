@@ -104,7 +104,7 @@ def check_small_gradients(name, config, grads, tolerance):
 
 
 def check_gradient_norms(name, config, grads, tolerance):
-    norms = goldens.meta(name, "grad_norms.json")
+    norms = goldens.meta(name, "grad_norms.json")["grad_norms"]
     top = "language_model." if any(n.startswith("language_model.") for n in norms) else ""
     flat = dict(nnx.to_flat_state(grads))
     mine = {}

@@ -29,7 +29,8 @@ def write_run(workdir, config, steps):
             weights = np.exp(logits) * np.append(alive, np.ones((S, 1)), 1)
             violation = load.max(1) / load.mean(1) - 1
             values = {
-                "train/loss": 1.5 + 4.1 * math.exp(-9 * t) + 0.06 * rng.normal(), "train/grad_norm": 0.3 + 2 * math.exp(-20 * t) + 0.05 * rng.random(),
+                "train/loss": 1.5 + 4.1 * math.exp(-9 * t) + 0.06 * rng.normal(),
+                "train/grad_norm": 0.3 + 2 * math.exp(-20 * t) + 0.05 * rng.random(),
                 "optim/lr": 5e-3 * min(1, 20 * t) * (0.55 + 0.45 * math.cos(math.pi * t)),
                 "router/max_violation": violation.mean(), "router/max_violation_worst": violation.max(),
                 "router/floor": math.sqrt(2 * math.log(E) / 800), "router/load_LE": load,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from trillium_moe.shapes import Array, Bool, Float, Int
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """Facts about a batch that all layers share.
 
     segment_ids: document of each token, constant inside a document and different between neighbours; 0 marks padding,

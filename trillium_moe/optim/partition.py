@@ -13,7 +13,7 @@ from trillium_moe.config import OptimConfig
 from trillium_moe.model.params import metadata
 from trillium_moe.shapes import Array, Shaped
 
-BATCH_AXES = ("layers", "experts")  # every index of these is a matrix of its own
+BATCH_AXES = ("layers", "experts")  # leading axes of these names: every index is a matrix of its own
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,20 @@ def matrix_form(axes: tuple[str, ...], muon: str, n_in: int, per_head: bool = Tr
     w [layers, experts, latent, expert_mlp], n_in 1, "whole": batch (layers, experts) of [latent, expert_mlp].
 
     Args:
-      axes: logical axis names. Those named layers and experts are batch axes; n_in of the others are inputs.
+      axes: logical axis names. Leading ones named layers or experts are batch axes; n_in of the others are inputs.
       muon: "whole" or "head"; "head" makes heads a batch axis too, unless per_head is False.
 
     Raises:
       ValueError: if an input or an output axis is missing, so that there is no matrix.
     """
-    rest = [i for i, axis in enumerate(axes) if axis not in BATCH_AXES]
-    alone = BATCH_AXES + (("heads",) if muon == "head" and per_head else ())
-    batch = tuple(i for i, axis in enumerate(axes) if axis in alone)
+    first = next((i for i, axis in enumerate(axes) if axis not in BATCH_AXES), len(axes))
+    rest = range(first, len(axes))  # the router's output axis is named experts too, but does not lead
+    alone = ("heads",) if muon == "head" and per_head else ()
+    batch = (*range(first), *(i for i in rest if axes[i] in alone))
     inputs, outputs = (tuple(i for i in part if i not in batch) for part in (rest[:n_in], rest[n_in:]))
     if not inputs or not outputs:
         raise ValueError(f"muon={muon!r} with axes={axes}, n_in={n_in}: a matrix needs input and output axes "
-                         f"besides {alone}; give the parameter muon='' or another n_in")
+                         f"besides {(*BATCH_AXES, *alone)}; give the parameter muon='' or another n_in")
     return MatrixForm(batch, inputs, outputs)
 
 

@@ -15,7 +15,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,7 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
             if progress:
                 _show(bar, step, seen, metrics, meter)
 
+        bar.set_postfix_str("compiling")
         step, saved = start, start or None
         while step < config.steps and not stop:
             batch = next(task.batches)
@@ -116,9 +117,9 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
             step += 1
             pending = (step, dict(metrics), {})
             if is_evaluated(config, step):
-                flush_now = jax.block_until_ready(metrics)  # evaluation time is not training time
+                jax.block_until_ready(metrics)  # what follows is not training time
                 with meter.paused():
-                    pending = (step, flush_now, task.evaluate(state))
+                    pending = (step, dict(metrics), task.evaluate(state))
             if is_saved(config, step):
                 flush()  # a checkpoint's own metrics are on disk before it is
                 with meter.paused():
@@ -167,11 +168,7 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
     outcome = fit(config.train, workdir, task, progress=progress)
     if outcome.finished and config.train.sample_tokens:
         model = LoadedModel(config, outcome.step, outcome.state.params, outcome.state.router_bias, tokenizer)
-        prompt = tokenizer.decode(held[0]["tokens"][0, : config.data.seq_len // 8])
-        sampling = Sampling(temperature=0.8, seed=config.seed)
-        text = generate(model, prompt, config.train.sample_tokens, sampling)
-        (epath.Path(workdir) / "sample.txt").write_text(f"{prompt}\n\n--- continued by the model at step "
-                                                        f"{outcome.step}, temperature 0.8 ---\n\n{text}\n")
+        (epath.Path(workdir) / "sample.txt").write_text(_sample(model))
     report = write_report(workdir)
     if progress:
         print(f"report: {report}", file=sys.stderr)
@@ -180,17 +177,29 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
 
 def _order0(config: Config) -> float:
     """Order-0 entropy of the first 16 MiB of held-out text, bits per byte."""
-    source, left = make_source(config.data).split(config.data.heldout)[1], 1 << 24
-
-    def some():
-        nonlocal left
-        for text in source:
+    def some(left: int = 1 << 24) -> Iterator[str]:
+        for text in _heldout_texts(config):
             if left <= 0:
                 return
             left -= len(text)
             yield text
 
     return order0_entropy(some())
+
+
+def _sample(model: LoadedModel) -> str:
+    """How the model continues the beginning of a held-out document."""
+    text = next(iter(_heldout_texts(model.config)))
+    ids = model.tokenizer.encode(text[:400])[: max(1, model.config.data.seq_len // 4)]
+    prompt = model.tokenizer.decode(ids)
+    sampling = Sampling(temperature=0.8, seed=model.config.seed)
+    continuation = generate(model, prompt, model.config.train.sample_tokens, sampling)
+    return (f"{prompt}\n\n--- continued by the model, step {model.step}, temperature {sampling.temperature} ---\n\n"
+            f"{continuation}\n")
+
+
+def _heldout_texts(config: Config) -> Sequence[str]:
+    return make_source(config.data).split(config.data.heldout)[1]
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:

@@ -29,27 +29,45 @@ from trillium_moe.train.metrics import read_arrays, read_metrics
 from trillium_moe.train.report_page import PAGE
 
 CAPTIONS = {
-    "loss": "Left: loss of every logged step (faint) and its running mean. It should fall fast, then bend. Right: loss "
-            "on text the model never trains on. Below the dashed line the model uses context; above it, counting bytes "
-            "would do better.",
-    "load": "One row per MoE layer, one column per expert. White is the mean load, orange an expert with too many tokens, "
-            "blue one with too few. A balanced router is nearly white; a dark blue column is a dead expert.",
-    "balance": "Line: mean over layers; shaded up to the worst layer. Random sampling alone leaves the dashed floor, "
-               "√(2 ln n / q) for n experts with q tokens each, so balance is as good as it gets when the line reaches it.",
-    "depth": "Each row is what one sublayer reads: its own block's live sum and the sealed sums of earlier blocks and the "
-             "embedding. It starts even across what exists (grey cells do not exist yet); structure is learned.",
-    "decay": "Dots are channels, bars the middle half, thin lines 5 to 95 percent, circles medians. Layers should cover "
-             "several orders of magnitude: short half-lives track syntax, those near the context length carry topics.",
-    "optimizer": "The norm should settle after warm-up; spikes that come back mean a learning rate too high or odd data. "
-                 "Below: the schedule.",
+    "loss": (
+        "Left: the loss of logged steps; with many of them faint, and their running mean on top. It "
+        "should fall fast, then bend. Right: loss on text the model never trains on. Below the dashed"
+        " line it uses context; above it, counting bytes would do better."
+    ),
+    "load": (
+        "One row per MoE layer, one column per expert. Neutral is the mean load, orange too many "
+        "tokens, blue too few. A balanced router leaves the picture nearly blank; a cell of full blue "
+        "is a dead expert."
+    ),
+    "balance": (
+        "Line: mean over layers; shaded up to the worst layer. Sampling alone leaves the dashed "
+        "floor, √(2 ln n / q) for n experts with q tokens each: a line that reaches it is as balanced"
+        " as can be."
+    ),
+    "depth": (
+        "Each row is what one sublayer reads: the live sum of its own block, the sealed sums of "
+        "earlier blocks, the embedding. It starts even across what exists (grey cells do not exist "
+        "yet); structure is learned."
+    ),
+    "decay": (
+        "Dots are channels, bars the middle half, thin lines 5 to 95 percent, circles medians. Layers"
+        " should cover orders of magnitude: short half-lives see the last few tokens, long ones the "
+        "whole context."
+    ),
+    "optimizer": (
+        "The norm should settle after warm-up. Spikes that come back mean a learning rate too high or"
+        " odd data. Below: the learning rate."
+    ),
     "speed": "Without compilation, evaluation and checkpoints. Dips are the machine, not the model.",
 }
 
 
 def write_facts(workdir: epath.PathLike, config: Config, **more: Any) -> None:
     """Writes `run.json`: what the report says about a run that only the training process knows."""
+    path = epath.Path(workdir) / "run.json"
+    before = json.loads(path.read_text()) if path.exists() else {}  # a resumed run began when its first part did
     facts = {
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "started": before.get("started") or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": _hardware(),
         "versions": f"Python {platform.python_version()}, "
                     + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax")),
@@ -57,7 +75,7 @@ def write_facts(workdir: epath.PathLike, config: Config, **more: Any) -> None:
         "parameters": totals(count_modules(config.model)),
         **more,
     }
-    (epath.Path(workdir) / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+    path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def write_report(workdir: epath.PathLike) -> epath.Path:

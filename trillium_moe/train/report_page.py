@@ -34,14 +34,14 @@ header p { margin: 6px 0 0; color: var(--muted); }
            font-variant-numeric: tabular-nums; }
 .cards span { color: var(--muted); font-size: 12.5px; line-height: 1.35; display: block; }
 .plates { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
-figure { margin: 0; background: var(--plate); border: 1px solid var(--line); border-radius: 12px; padding: 16px 16px 14px;
-         isolation: isolate; }
+figure { margin: 0; background: var(--plate); border: 1px solid var(--line); border-radius: 12px;
+         padding: 16px 16px 14px; isolation: isolate; }
 figure.wide { grid-column: 1 / -1; }
 figure img { display: block; width: 100%; height: auto; }
 figcaption { color: var(--muted); font-size: 13px; line-height: 1.45; margin-top: 10px; max-width: 78ch; }
 pre { background: var(--plate); border: 1px solid var(--line); border-radius: 12px; padding: 16px; margin: 0;
-      white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
-      max-height: 420px; overflow-y: auto; }
+      white-space: pre-wrap; overflow-wrap: anywhere; max-height: 420px; overflow-y: auto;
+      font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th { text-align: left; font-weight: 400; color: var(--muted); padding: 3px 16px 3px 0; vertical-align: top; }
 td { text-align: right; padding: 3px 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }

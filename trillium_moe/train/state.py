@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,24 @@ from trillium_moe.config import Config, ModelConfig
 from trillium_moe.model.params import RouterBias
 from trillium_moe.model.trillium import Trillium
 from trillium_moe.optim import make_optimizer
-from trillium_moe.shapes import Array, Int, PyTree
+from trillium_moe.shapes import Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """step: optimizer steps done. router_bias: the balancing bias the next step routes with."""
+    """A pytree, of arrays or of whatever stands for them (shapes, shardings), so its fields carry no array types.
 
-    step: Int[Array, ""]
-    params: nnx.State
-    router_bias: nnx.State
-    opt_state: PyTree
+    step: int32 scalar, optimizer steps done.
+    params: the `nnx.Param`s of the model.
+    router_bias: the balancing bias the next step routes with.
+    opt_state: see `trillium_moe.optim.make_optimizer`.
+    """
+
+    step: Any
+    params: Any
+    router_bias: Any
+    opt_state: Any
 
 
 def new_model(config: ModelConfig, key: Array) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
