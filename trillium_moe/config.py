@@ -361,5 +361,5 @@ def save_config(config: Config, workdir: epath.PathLike) -> None:
 def load_config(workdir: epath.PathLike) -> Config:
     """Reads the config of a run. Raises ConfigError if the directory holds none."""
     path = epath.Path(workdir) / "config.json"
-    check(path.exists(), "workdir", str(workdir), "holds no config.json; name the directory of a finished or running run")
+    check(path.exists(), "workdir", str(workdir), "holds no config.json; name the directory of a run")
     return from_config_dict(json.loads(path.read_text()))

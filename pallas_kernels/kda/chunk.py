@@ -134,7 +134,7 @@ def decays(g: Float[Array, "N B H C K"], see: Visibility, config: ChunkConfig) -
         fall=fall,
         row=row,
         col=col,
-        between=jnp.exp(jnp.where(b[..., 0, None] < a[..., 0, None], between, -jnp.inf)),
+        between=jnp.exp(jnp.where(b < a, between, -jnp.inf)),
         enter=jnp.where(see.enter, enter, 0),
         leave=jnp.where(see.leave, leave, 0),
         across=jnp.where(see.across, jnp.exp(total.sum(-2)), 0),

@@ -93,7 +93,10 @@ def x64():
 # ---- the chunked form is the recurrence
 
 
-@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 130])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("T", [1, slow(15), 16, 17, slow(63), slow(64), 65, 130])
 def test_chunked_is_recurrent(x64, T):
     """fla#792: lengths one row past a tile or a chunk missed a row mask."""
     inputs, state = make(T)

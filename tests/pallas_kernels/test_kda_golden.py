@@ -38,8 +38,15 @@ def test_all_cases_are_here():
     assert len(list(GOLDEN.glob("*.safetensors"))) == 16
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("reference", np.float64),
+        pytest.param("reference", np.float32, marks=pytest.mark.slow),
+        ("xla", np.float64),
+        ("xla", np.float32),
+    ],
+)
 @pytest.mark.parametrize("case", sorted(path.stem for path in GOLDEN.glob("*.safetensors")))
 def test_golden(case, implementation, dtype):
     data = load_file(GOLDEN / f"{case}.safetensors")

@@ -43,7 +43,7 @@ def test_float64_logits(name):
             assert goldens.error(logits[:, : cu[-1]], ref["packed.logits"]) < 5e-7  # stored rounded to float32
 
 
-@pytest.mark.parametrize("name, tolerance", [("kimi_k3_tiny", 5e-4), ("kimi_linear_tiny", 2e-4), ("kimi_k3_tiny_mxfp4", 5e-4)])
+@pytest.mark.parametrize("name, tolerance", zip(MODELS, (5e-4, 2e-4, 5e-4)))
 def test_float32_logits_loss_routing_and_gradients(name, tolerance):
     config, graphdef, params, rest = loaded(name)
     ref = goldens.arrays(name, "reference.safetensors")
@@ -57,8 +57,8 @@ def test_float32_logits_loss_routing_and_gradients(name, tolerance):
 
     logits, aux = jax.jit(lambda: nnx.merge(graphdef, params, rest)(tokens))()
     assert goldens.error(logits, ref["logits"]) < 1e-4
-    chosen = [v for k, v in sorted(ref.items()) if k.startswith("router.topk_idx.")]
-    chosen = [ref[f"router.topk_idx.{i}"] for i, kind in enumerate(config.ffns) if kind == "moe" and f"router.topk_idx.{i}" in ref]
+    layers = [i for i, kind in enumerate(config.ffns) if kind == "moe" and f"router.topk_idx.{i}" in ref]
+    chosen = [ref[f"router.topk_idx.{i}"] for i in layers]
     loads = [np.bincount(c.reshape(-1), minlength=config.moe.n_experts) for c in chosen]
     np.testing.assert_array_equal(aux["moe"]["load"][: len(loads)], loads)
 
@@ -167,8 +167,8 @@ def test_missing_and_unexpected_tensors_are_all_listed(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError) as raised:
         hf.load(tmp_path, F32)
-    for part in ("missing model.norm.weight", "missing model.layers.3.self_attn.kv_b_proj.weight", "unexpected model.extra",
-                 "dense.up"):
+    absent = ("model.norm.weight", "model.layers.3.self_attn.kv_b_proj.weight")
+    for part in (*(f"missing {name}" for name in absent), "unexpected model.extra", "dense.up"):
         assert part in str(raised.value)
 
 
@@ -185,8 +185,8 @@ def test_configs_of_the_released_files_equal_the_scales():
 
     raw = goldens.meta("kimi_k3_tiny", "config.json")
     text = raw["text_config"]
-    text.update(hidden_size=7168, num_hidden_layers=93, num_attention_heads=96, vocab_size=163840, intermediate_size=33792,
-                moe_intermediate_size=3072, routed_expert_hidden_size=3584, num_experts=896, num_experts_per_token=16,
+    text.update(hidden_size=7168, num_hidden_layers=93, num_attention_heads=96, vocab_size=163840,
+                intermediate_size=33792, moe_intermediate_size=3072, routed_expert_hidden_size=3584, num_experts=896, num_experts_per_token=16,
                 q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
                 attn_res_block_size=12)
     text["linear_attn_config"].update(num_heads=96, head_dim=128, full_attn_layers=[*range(4, 93, 4), 93])

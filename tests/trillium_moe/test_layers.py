@@ -47,7 +47,8 @@ def from_golden(module, kind, tensors):
 @pytest.mark.parametrize("tag", ["k3", "kimi_linear"])
 def test_golden_mla_with_packed_documents(tag):
     meta, data = goldens.meta("attn", "config.json"), goldens.arrays("attn", "reference.safetensors")
-    weights = {f"self_attn.{k.removeprefix(tag + '.weight.')}": v for k, v in data.items() if k.startswith(f"{tag}.weight.")}
+    start = f"{tag}.weight."
+    weights = {f"self_attn.{k.removeprefix(start)}": v for k, v in data.items() if k.startswith(start)}
     weights = {k if k.endswith(".weight") else f"{k}.weight": v for k, v in weights.items()}
     own = meta[tag]
     with jax.enable_x64(True):
@@ -87,7 +88,8 @@ def test_golden_kda_layer_internals():
 def test_situ_glu_by_its_formula():
     g, u = (np.random.default_rng(i).normal(size=(7, 5)) * 30 for i in range(2))
     expected = 4 * np.tanh(g / 4) / (1 + np.exp(-g)) * 25 * np.tanh(u / 25)
-    np.testing.assert_allclose(situ_glu(jnp.asarray(g, jnp.float32), jnp.asarray(u, jnp.float32)), expected, rtol=2e-5, atol=1e-5)
+    got = situ_glu(jnp.asarray(g, jnp.float32), jnp.asarray(u, jnp.float32))
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
     assert float(jnp.abs(situ_glu(jnp.full(3, 1e4), jnp.full(3, -1e4))).max()) <= 100
     small = jnp.asarray([1e-3, -2e-3]), jnp.asarray([2e-3, 1e-3])
     np.testing.assert_allclose(situ_glu(*small), swiglu(*small), rtol=1e-4)
@@ -146,7 +148,8 @@ def test_read_by_its_formula():
         scores = np.stack([(c / np.sqrt((c**2).mean(-1, keepdims=True) + 1e-5) * w).sum(-1) for c in candidates])
         p = np.exp(scores) / np.exp(scores).sum(0)
         expected = sum(pi[..., None] * c for pi, c in zip(p, candidates))
-        got, mix = read(*(jnp.asarray(a, jnp.float32) for a in (w, sealed)), n, jnp.asarray(live, jnp.float32), has_live, 1e-5)
+        w32, sealed32, live32 = (jnp.asarray(a, jnp.float32) for a in (w, sealed, live))
+        got, mix = read(w32, sealed32, n, live32, has_live, 1e-5)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(mix.sum(), 1, rtol=1e-6)
         np.testing.assert_allclose(mix[:n], p.mean((1, 2))[:n], rtol=1e-5)
@@ -194,7 +197,7 @@ def test_moe_equals_every_expert_on_every_token(latent_dim, n_shared):
 
     sparse = lambda state, x: nnx.merge(graphdef, state)(x, Context())[0]
     np.testing.assert_allclose(sparse(state, x), dense(state, x), rtol=1e-4, atol=1e-5)
-    grads = [jax.grad(lambda s, x: (jnp.sin(f(s, x)) ** 2).sum(), (0, 1))(state, x) for f in (sparse, dense)]
+    grads = [jax.grad(lambda s, x, f=f: (jnp.sin(f(s, x)) ** 2).sum(), (0, 1))(state, x) for f in (sparse, dense)]
     for a, b in zip(*map(jax.tree.leaves, grads)):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 

@@ -19,13 +19,13 @@ B, T = 2, 24
 
 
 def small(**kw):
-    fields = dict(
-        vocab_size=32, d_model=16, n_layers=5, kda_per_mla=2, ffn_dim=24, block_size=2, init_std=0.2,
-        dtypes=DtypeConfig("float64", "float64", "float64"),
-        kda=KDAConfig(n_heads=2, head_dim=8),
-        mla=MLAConfig(q_lora_rank=8, kv_lora_rank=8, nope_dim=8, rope_dim=4, v_dim=8),
-        moe=MoEConfig(n_experts=6, k=2, expert_dim=8, latent_dim=8),
-    )  # fmt: skip
+    fields = {
+        "vocab_size": 32, "d_model": 16, "n_layers": 5, "kda_per_mla": 2, "ffn_dim": 24, "block_size": 2, "init_std": 0.2,
+        "dtypes": DtypeConfig("float64", "float64", "float64"),
+        "kda": KDAConfig(n_heads=2, head_dim=8),
+        "mla": MLAConfig(q_lora_rank=8, kv_lora_rank=8, nope_dim=8, rope_dim=4, v_dim=8),
+        "moe": MoEConfig(n_experts=6, k=2, expert_dim=8, latent_dim=8),
+    }  # fmt: skip
     return ModelConfig(**{**fields, **kw})
 
 
@@ -60,7 +60,8 @@ def test_every_way_to_run_the_stack_is_the_same_function(residual):
         config = small(residual=residual)
         params, bias = variables(config)
         data = batch()
-        (loss, aux), grads = value_and_grad(dataclasses.replace(config, scan_layers=False, remat="none"), params, bias, data)
+        plain = dataclasses.replace(config, scan_layers=False, remat="none")
+        (loss, aux), grads = value_and_grad(plain, params, bias, data)
         ways = [(True, "block"), (True, "layer"), (True, "none")]
         ways += [(False, "block"), (False, "layer")] if residual == "block" else []
         for scan_layers, remat in ways:
@@ -71,7 +72,8 @@ def test_every_way_to_run_the_stack_is_the_same_function(residual):
                 np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-7)  # depth weights are float32 inside
             for (path, a), (_, b) in zip(nnx.to_flat_state(grads2), nnx.to_flat_state(grads), strict=True):
                 scale = max(float(jnp.abs(b[...]).max()), 1e-6)
-                np.testing.assert_allclose(a[...], b[...], rtol=0, atol=1e-9 * scale, err_msg=f"{scan_layers} {remat} {path}")
+                message = f"scan_layers={scan_layers} remat={remat} {path}"
+                np.testing.assert_allclose(a[...], b[...], rtol=0, atol=1e-9 * scale, err_msg=message)
 
 
 def test_padding_rows_and_multi_token_prediction_run_through_the_same_loss():

@@ -1,7 +1,7 @@
 """Released Hugging Face checkpoints of the family, as a config and parameters (model.md 1, 8).
 
-Linear weights are stored [out, in] and become [in, out] with the head axes apart. Every tensor of the checkpoint must be
-used and every parameter of the model filled; `load` lists whatever is missing, unexpected or of a wrong shape.
+Linear weights are stored [out, in] and become [in, out] with the head axes apart. Every tensor of the checkpoint must
+be used and every parameter of the model filled; `load` lists whatever is missing, unexpected or of a wrong shape.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  teaches numpy bfloat16
 import numpy as np
 from flax import nnx
-import ml_dtypes  # noqa: F401  teaches numpy bfloat16
 from safetensors import safe_open
 
 from trillium_moe.config import ConfigError, DtypeConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig, check
@@ -29,7 +29,8 @@ def read_config(directory: Path, dtypes: DtypeConfig) -> ModelConfig:
           "only Kimi-K3 and Kimi-Linear checkpoints are known")
     for key, only in (("moe_router_activation_func", "sigmoid"), ("moe_renormalize", True), ("num_expert_group", 1),
                       ("moe_layer_freq", 1), ("tie_word_embeddings", False)):
-        check(text.get(key, only) == only, f"{directory}/config.json {key}", text.get(key), f"only {only!r} is supported")
+        value = text.get(key, only)
+        check(value == only, f"{directory}/config.json {key}", value, f"only {only!r} is supported")
     linear = text["linear_attn_config"]
     bound = linear.get("gate_lower_bound")
     block = text.get("attn_res_block_size") or 0
@@ -86,7 +87,7 @@ class Tensors:
         self.where = {}
         for path in self.files(directory):
             file = safe_open(path, framework="np")
-            self.where.update({name: file for name in file.keys()})
+            self.where.update(dict.fromkeys(file.keys(), file))
         self.left, self.missing = set(self.where), []
 
     @staticmethod
@@ -209,7 +210,9 @@ def _all(parts: list[np.ndarray | None]) -> np.ndarray | None:
     return None if any(p is None for p in parts) else np.stack(parts)
 
 
-def parameter(tensors: Tensors, config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray | None:
+def parameter(
+    tensors: Tensors, config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...]
+) -> np.ndarray | None:
     """The model's variable at `path`, read from the checkpoint; None if a tensor is missing."""
     top = "language_model." if "language_model.lm_head.weight" in tensors else ""
     below = f"{top}model."

@@ -8,7 +8,7 @@ from flax import nnx
 
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.context import Context
-from trillium_moe.model.params import normal, param, wide
+from trillium_moe.model.params import linear, normal, param, wide
 from trillium_moe.shapes import Array, Float
 
 
@@ -47,6 +47,5 @@ class DenseFFN(nnx.Module):
         self.down = param(rngs, (width, D), ("mlp", "embed"), dtype, init, muon="whole")
 
     def __call__(self, x_BTD: Float[Array, "*b D"], ctx: Context | None = None) -> tuple[Float[Array, "*b D"], dict]:
-        weight = lambda w: w.astype(x_BTD.dtype)
-        hidden = activate(self.config, x_BTD @ weight(self.gate), x_BTD @ weight(self.up))
-        return hidden @ weight(self.down), {}
+        hidden = activate(self.config, linear(x_BTD, self.gate), linear(x_BTD, self.up))
+        return linear(hidden, self.down), {}

@@ -11,7 +11,7 @@ from trillium_moe.config import ModelConfig
 from trillium_moe.model.context import Context
 from trillium_moe.model.conv import short_conv
 from trillium_moe.model.norms import l2_norm, rms_norm
-from trillium_moe.model.params import normal, ones, param, wide, zeros
+from trillium_moe.model.params import linear, normal, ones, param, wide, zeros
 from trillium_moe.shapes import Array, Float
 
 # On a TPU a float32 dot is one bfloat16 pass unless asked otherwise; decay logits are exponentiated and summed.
@@ -91,12 +91,12 @@ class KDA(nnx.Module):
 
         q, k, v = l2_norm(qkv("q")), l2_norm(qkv("k")), qkv("v")
         g = self.log_decay(x_BTD)
-        beta = jax.nn.sigmoid(wide(jnp.einsum("btd,dh->bth", x_BTD, self.beta.astype(x_BTD.dtype))))
+        beta = jax.nn.sigmoid(wide(linear(x_BTD, self.beta)))
         g_min = c.g_min if c.decay == "bounded" else None
         o, _ = kda(q, k, v, g, beta, segment_ids=ctx.segment_ids, g_min=g_min, implementation=c.implementation or None)
         o = rms_norm(o, self.out_norm[...], eps)
         if c.gate != "none":
-            rank = x_BTD @ self.gate_down.astype(x_BTD.dtype) if c.gate == "low_rank" else x_BTD
+            rank = linear(x_BTD, self.gate_down) if c.gate == "low_rank" else x_BTD
             gate = heads(rank, self.gate_up if c.gate == "low_rank" else self.gate)
             o = (wide(o) * jax.nn.sigmoid(wide(gate))).astype(x_BTD.dtype)
         aux = {"log_decay_mean": g.mean((0, 1)), "log_decay_min": g.min()}

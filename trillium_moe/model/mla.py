@@ -10,7 +10,7 @@ from pallas_kernels.attention import attention
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.context import Context
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import normal, ones, param, wide
+from trillium_moe.model.params import linear, normal, ones, param, wide
 from trillium_moe.shapes import Array, Float, Int
 
 LORA_EPS = 1e-6  # the released model builds its two latent norms with this default, not with rms_norm_eps
@@ -55,14 +55,14 @@ class MLA(nnx.Module):
         self.out = weight((H, c.v_dim, D), ("heads", "head_dim", "embed"), n_in=2)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
-        c, R, T = self.config.mla, self.config.mla.kv_lora_rank, x_BTD.shape[1]
+        c, R = self.config.mla, self.config.mla.kv_lora_rank
         heads = lambda x, w: jnp.einsum("btr,rhk->bthk", x, w.astype(x.dtype))
         if c.q_lora_rank:
-            q_latent = rms_norm(x_BTD @ self.q_down.astype(x_BTD.dtype), self.q_norm[...], LORA_EPS)
+            q_latent = rms_norm(linear(x_BTD, self.q_down), self.q_norm[...], LORA_EPS)
             q = heads(q_latent, self.q_up)
         else:
             q = heads(x_BTD, self.q)
-        latent, k_rope = jnp.split(x_BTD @ self.kv_down.astype(x_BTD.dtype), [R], axis=-1)
+        latent, k_rope = jnp.split(linear(x_BTD, self.kv_down), [R], axis=-1)
         latent = rms_norm(latent, self.kv_norm[...], LORA_EPS)
         k_rope = k_rope[:, :, None]  # one key part, shared by all heads and not normed
         if c.position == "rope":

@@ -14,7 +14,7 @@ from trillium_moe.model import router
 from trillium_moe.model.context import Context
 from trillium_moe.model.ffn import DenseFFN, activate
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import RouterBias, normal, ones, param, wide
+from trillium_moe.model.params import RouterBias, linear, normal, ones, param, wide
 from trillium_moe.shapes import Array, Float, Int
 
 ALIGN = 64  # rows per block of the grouped matmul: every expert's rows start at a multiple of it
@@ -119,7 +119,7 @@ class MoE(nnx.Module):
         x = x_BTD.reshape(-1, x_BTD.shape[-1])
         real = ctx.real_tokens(x_BTD.shape[:2]).reshape(-1)
         scores, bias = self.scores(x), self.bias[...]
-        z = x @ self.down.astype(x.dtype) if c.latent_dim else x
+        z = linear(x, self.down) if c.latent_dim else x
         if c.balancing == "batch_threshold":
             u, aux = self.expert_choice(z, scores, real)
         else:
@@ -141,7 +141,7 @@ class MoE(nnx.Module):
         u = u.astype(x.dtype)
         if c.latent_dim:
             u = rms_norm(u, self.norm[...], self.config.norm_eps) if c.latent_norm else u
-            u = u @ self.up.astype(x.dtype)
+            u = linear(u, self.up)
         y = u + self.shared(x)[0] if c.n_shared else u
         return y.reshape(x_BTD.shape), aux
 

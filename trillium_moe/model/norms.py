@@ -10,7 +10,7 @@ from trillium_moe.shapes import Array, Float
 def rms_norm(
     x: Float[Array, "... D"], weight_D: Float[Array, " D"] | None = None, eps: float = 1e-5
 ) -> Float[Array, "... D"]:
-    """x / rms(x), in x's dtype, times the weight. Statistics in float32: a bfloat16 mean of squares loses two digits."""
+    """x / rms(x), in x's dtype, times the weight. Statistics in float32: a bfloat16 mean of squares is two digits."""
     y = wide(x)
     y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
     return y if weight_D is None else y * weight_D.astype(x.dtype)

@@ -51,7 +51,7 @@ def target_load(m: Int[Array, "*s"], k: int, n: int) -> tuple[Int[Array, "*s"], 
     return (m // n) * k + rest // n, rest % n
 
 
-# --- the exact rule ---------------------------------------------------------------------------------------------------
+# --- the exact rule
 
 
 def exact_bhat(
@@ -75,11 +75,11 @@ def quantile_bias(scores: Float[Array, "M E"], bias: Float[Array, " E"], k: int)
     return centred(exact_bhat(scores, select(scores, bias, k)[1], k))
 
 
-# --- the histogram rule: one integer all-reduce per step ---------------------------------------------------------------
+# --- the histogram rule: one integer all-reduce per step
 
 
 def bin_range(bias_E: Float[Array, "*L E"], bins: int) -> tuple[Float[Array, "*L 1"], Float[Array, "*L 1"]]:
-    """Lower edge and width of the bins over [min b - 1, max b + 1], where every required bias lies (scores in (0, 1))."""
+    """Lower edge and width of the bins over [min b - 1, max b + 1], which hold every required bias (0 < score < 1)."""
     low = bias_E.min(-1, keepdims=True) - 1
     return low, (bias_E.max(-1, keepdims=True) - low + 1) / bins
 
@@ -96,7 +96,8 @@ def margin_histogram(
     low, width = bin_range(bias_E, bins)
     index = jnp.floor((alpha_M[:, None] - scores_ME - low) / width).astype(jnp.int32)
     index = jnp.clip(index, 0, bins - 1) + bins * jnp.arange(E)
-    ones = jnp.ones((M, E), jnp.int32) if real_M is None else jnp.broadcast_to(real_M[:, None], (M, E)).astype(jnp.int32)
+    real = jnp.ones(M, bool) if real_M is None else real_M
+    ones = jnp.broadcast_to(real[:, None], (M, E)).astype(jnp.int32)
     return jnp.zeros(E * bins, jnp.int32).at[index].add(ones).reshape(E, bins)
 
 
@@ -118,12 +119,12 @@ def histogram_bhat(
 def histogram_bias(
     scores: Float[Array, "M E"], bias: Float[Array, " E"], k: int, bins: int = 1000
 ) -> Float[Array, " E"]:
-    """Next bias by the histogram rule, mean-centred; within one bin width of the quantile. Arguments as `quantile_bias`."""
+    """Next bias by the histogram rule, mean-centred; within a bin width of the quantile. Arguments as `quantile_bias`."""
     histogram = margin_histogram(scores, select(scores, bias, k)[1], bias, bins)
     return centred(histogram_bhat(histogram, bias, k))
 
 
-# --- the control arms --------------------------------------------------------------------------------------------------
+# --- the control arms
 
 
 def batch_threshold(scores_ME: Float[Array, "M E"], k: int) -> tuple[Int[Array, "E q"], Bool[Array, "M E"]]:

@@ -1,8 +1,8 @@
 """The layer stack: one compiled body for all layers, and block sums as the only checkpoint.
 
-The stack is a sequence of sublayers (mixer, FFN, mixer, FFN, ...). Layers differ in kind, so instead of scanning groups
-of layers, which compiles one body per group shape, every sublayer runs the same body: `lax.switch` picks its kind and
-slices that kind's parameter stack by index.
+The stack is a sequence of sublayers (mixer, FFN, mixer, FFN, ...). Layers differ in kind, so instead of scanning
+groups of layers, which compiles one body per group shape, every sublayer runs the same body: `lax.switch` picks its
+kind and slices that kind's parameter stack by index.
 
 Sublayers form blocks of U: 2 block_size of them (residual block), one (full: every output is a source), or
 2 block_size without reads (none: the plain residual stream, cut for checkpointing only). Per block the running sum
@@ -10,8 +10,8 @@ Sublayers form blocks of U: 2 block_size of them (residual block), one (full: ev
 
     h = read(sealed + [live]);  live += f(norm(h))                                            (model.md 2.5)
 
-A sealed sum is written once and read until the end, so block n's backward needs just sealed[0..n]. The whole stack is one
-`custom_vjp`, which saves (blocks + 1) x [B,T,D] and walks the blocks in reverse:
+A sealed sum is written once and read until the end, so block n's backward needs just sealed[0..n]. The whole stack is
+one `custom_vjp`, which saves (blocks + 1) x [B,T,D] and walks the blocks in reverse:
 
     remat block: recompute the block's running sums, then every sublayer again in its own vjp (three forwards in all);
     remat layer: running sums are saved too, (2 layers + blocks) x [B,T,D] (two forwards in all);
@@ -120,7 +120,8 @@ class Stack:
         """Zeros of the aux of every layer, stacked per kind."""
         aux = {}
         for name, f in zip(self.schedule.kinds, self.fns):
-            shapes = jax.eval_shape(lambda p, q: f(layer(p, 0), layer(q, 0), x, ctx)[1], P["kinds"][name], Q[name])
+            first = lambda p, q, f=f: f(layer(p, 0), layer(q, 0), x, ctx)[1]
+            shapes = jax.eval_shape(first, P["kinds"][name], Q[name])
             stacked = lambda a, n=self.schedule.count(name): jnp.zeros((n, *a.shape), a.dtype)
             aux[name] = jax.tree.map(stacked, shapes)
         if self.schedule.reads:
@@ -134,7 +135,7 @@ class Stack:
         h, mix = read(P["read"][-1], sealed, sealed.shape[0], live, True, self.eps)
         return h, {**aux, "attn_res": aux["attn_res"].at[-1].set(mix)}
 
-    # --- scanned ------------------------------------------------------------------------------------------------------
+    # --- scanned
 
     def tables(self):
         """The schedule as arrays, padded to whole blocks."""
@@ -265,7 +266,7 @@ class Stack:
         (G, d_x, _), _ = jax.lax.scan(block_bwd, (G, d_live, d_sealed), blocks, reverse=True)
         return G, d_x
 
-    # --- unrolled -----------------------------------------------------------------------------------------------------
+    # --- unrolled
 
     def unrolled(self, P, Q, x, ctx, remat):
         """The same sublayers in a Python loop under autodiff, rematerialised by `jax.checkpoint`."""
@@ -274,7 +275,8 @@ class Stack:
 
         def sublayer(s, n, P, sealed, live):
             has_live = s % U > 0
-            name, f, i = self.schedule.kinds[self.schedule.kind[s]], self.fns[self.schedule.kind[s]], self.schedule.index[s]
+            kind, i = self.schedule.kind[s], self.schedule.index[s]
+            name, f = self.schedule.kinds[kind], self.fns[kind]
             h, mix = self.input_of(P["norm"][s], P["read"][s], jnp.stack(sealed), n, live, has_live)
             y, new = f(layer(P["kinds"][name], i), layer(Q[name], i), h, ctx)
             return live + y, new, mix

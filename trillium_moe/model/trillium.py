@@ -13,7 +13,7 @@ from trillium_moe.model.kda import KDA
 from trillium_moe.model.mla import MLA
 from trillium_moe.model.moe import MoE
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import RouterBias, layer, normal, ones, param, stack, wide, zeros
+from trillium_moe.model.params import RouterBias, layer, linear, normal, ones, param, stack, wide, zeros
 from trillium_moe.model.stack import Schedule, run_stack
 from trillium_moe.shapes import Array, Float, Int
 
@@ -33,8 +33,8 @@ def make_layer(kind: str, config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
 class Trillium(nnx.Module):
     """Kimi K3's text tower (model.md 2.1), and by configuration its relatives.
 
-    `nnx.split(model, nnx.Param, RouterBias)` gives (graphdef, parameters, router bias). Layers of one kind are stacked on
-    a leading `layers` axis: `kda`, `mla`, `dense`, `moe`. Sublayer s is layer s // 2's mixer (even) or FFN (odd).
+    `nnx.split(model, nnx.Param, RouterBias)` gives (graphdef, parameters, router bias). Layers of one kind are stacked
+    on a leading `layers` axis: `kda`, `mla`, `dense`, `moe`. Sublayer s is layer s // 2's mixer (even) or FFN (odd).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -61,8 +61,10 @@ class Trillium(nnx.Module):
         for kind in Schedule.of(self.config).kinds:
             graphdef, kinds[kind], state[kind] = nnx.split(getattr(self, kind), nnx.Param, RouterBias)
             fns[kind] = lambda p, q, x, ctx, graphdef=graphdef: nnx.merge(graphdef, p, q)(x, ctx)
-        reads = self.config.residual != "none"
-        query = wide(self.read_norm[...]) * wide(self.read_query[...]) if reads else jnp.zeros_like(self.sublayer_norm[...])
+        if self.config.residual == "none":
+            query = jnp.zeros_like(self.sublayer_norm[...])  # not read
+        else:
+            query = wide(self.read_norm[...]) * wide(self.read_query[...])
         params = {"kinds": kinds, "norm": self.sublayer_norm[...], "read": query}
         h, aux = run_stack(self.config, fns, params, state, self.embedding(tokens_BT), ctx)
         return rms_norm(h, self.norm[...], self.config.norm_eps), aux
@@ -70,7 +72,7 @@ class Trillium(nnx.Module):
     def mtp_hidden(
         self, h_BTD: Float[Array, "B T D"], next_BT: Int[Array, "B T"], ctx: Context
     ) -> tuple[Float[Array, "B T D"], dict]:
-        """Normed hidden states that predict the token after next, given those for the next and the next token itself."""
+        """Normed hidden states that predict the token after next, given those for the next token and that token."""
         h, aux = self.mtp(h_BTD, self.embedding(next_BT), ctx)
         return rms_norm(h, self.norm[...], self.config.norm_eps), aux
 
@@ -109,10 +111,10 @@ class MultiTokenPrediction(nnx.Module):
     def __call__(
         self, h_BTD: Float[Array, "B T D"], next_BTD: Float[Array, "B T D"], ctx: Context
     ) -> tuple[Float[Array, "B T D"], dict]:
-        """Hidden states for token t + 2 at t, from those for t + 1 and the embedding of t + 1; the final norm is the caller's."""
+        """Hidden states for token t + 2 at t, from those for t + 1 and its embedding. The final norm is the caller's."""
         eps, aux = self.config.norm_eps, {}
         both = [rms_norm(h_BTD, self.hidden_norm[...], eps), rms_norm(next_BTD, self.token_norm[...], eps)]
-        x = jnp.concatenate(both, axis=-1) @ self.fuse.astype(h_BTD.dtype)
+        x = linear(jnp.concatenate(both, axis=-1), self.fuse)
         for kind, norm in (("mla", self.mixer_norm), ("moe", self.ffn_norm)):
             graphdef, state = nnx.split(getattr(self, kind))
             y, own = nnx.merge(graphdef, layer(state, 0))(rms_norm(x, norm[...], eps), ctx)

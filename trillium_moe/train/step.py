@@ -52,7 +52,8 @@ def value_and_grad(config: ModelConfig, n_micro: int) -> Callable:
             return out, grads
         parts = jax.tree.map(lambda x: x.reshape(n_micro, -1, *x.shape[1:]), batch)
         first = jax.tree.map(lambda x: x[0], parts)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, params, bias, first, total))
+        shapes = jax.eval_shape(gradient, params, bias, first, total)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         start = {jnp.maximum: -jnp.inf, jnp.minimum: jnp.inf}
         grads, (nll, aux) = zeros
         aux = by_name(lambda name, a: a + start[REDUCE[name]] if name in REDUCE else a, aux)
