@@ -4,7 +4,7 @@ from trillium_moe.config import DtypeConfig, KDAConfig, MLAConfig, ModelConfig, 
 
 
 def tiny() -> ModelConfig:
-    """2.2M parameters: every schedule rule occurs; two CPU cores train it in minutes (float32: they lack bf16 units)."""
+    """2.2M parameters: every schedule rule occurs; two CPU cores train it in minutes, in float32."""
     return ModelConfig(dtypes=DtypeConfig(compute="float32"))
 
 

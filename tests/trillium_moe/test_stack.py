@@ -20,7 +20,8 @@ B, T = 2, 24
 
 def small(**kw):
     fields = {
-        "vocab_size": 32, "d_model": 16, "n_layers": 5, "kda_per_mla": 2, "ffn_dim": 24, "block_size": 2, "init_std": 0.2,
+        "vocab_size": 32, "d_model": 16, "n_layers": 5, "kda_per_mla": 2, "ffn_dim": 24, "block_size": 2,
+        "init_std": 0.2,
         "dtypes": DtypeConfig("float64", "float64", "float64"),
         "kda": KDAConfig(n_heads=2, head_dim=8),
         "mla": MLAConfig(q_lora_rank=8, kv_lora_rank=8, nope_dim=8, rope_dim=4, v_dim=8),

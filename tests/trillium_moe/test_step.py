@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from tests.trillium_moe.test_stack import small
-from trillium_moe.config import BALANCING, Config, DataConfig, DtypeConfig, MoEConfig, OptimConfig, TrainConfig
+from trillium_moe.config import (
+    BALANCING,
+    Config,
+    DataConfig,
+    DtypeConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from trillium_moe.train.state import init_state
 from trillium_moe.train.step import balance, make_eval_step, make_train_step, value_and_grad
 

@@ -119,7 +119,7 @@ def histogram_bhat(
 def histogram_bias(
     scores: Float[Array, "M E"], bias: Float[Array, " E"], k: int, bins: int = 1000
 ) -> Float[Array, " E"]:
-    """Next bias by the histogram rule, mean-centred; within a bin width of the quantile. Arguments as `quantile_bias`."""
+    """Next bias by the histogram rule, mean-centred; within a bin of the quantile. Arguments as `quantile_bias`."""
     histogram = margin_histogram(scores, select(scores, bias, k)[1], bias, bins)
     return centred(histogram_bhat(histogram, bias, k))
 

@@ -111,7 +111,7 @@ class MultiTokenPrediction(nnx.Module):
     def __call__(
         self, h_BTD: Float[Array, "B T D"], next_BTD: Float[Array, "B T D"], ctx: Context
     ) -> tuple[Float[Array, "B T D"], dict]:
-        """Hidden states for token t + 2 at t, from those for t + 1 and its embedding. The final norm is the caller's."""
+        """Hidden states for token t + 2 at t, from those for t + 1 and its embedding; the final norm is not applied."""
         eps, aux = self.config.norm_eps, {}
         both = [rms_norm(h_BTD, self.hidden_norm[...], eps), rms_norm(next_BTD, self.token_norm[...], eps)]
         x = linear(jnp.concatenate(both, axis=-1), self.fuse)
