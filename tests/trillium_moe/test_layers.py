@@ -91,6 +91,10 @@ def test_situ_glu_by_its_formula():
     got = situ_glu(jnp.asarray(g, jnp.float32), jnp.asarray(u, jnp.float32))
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
     assert float(jnp.abs(situ_glu(jnp.full(3, 1e4), jnp.full(3, -1e4))).max()) <= 100
+    plain = lambda g, u: 4 * jnp.tanh(g / 4) * jax.nn.sigmoid(g) * (25 * jnp.tanh(u / 25))
+    g32, u32 = jnp.asarray(g, jnp.float32), jnp.asarray(u, jnp.float32)
+    for a, b in zip(*(jax.grad(lambda g, u, f=f: jnp.sin(f(g, u)).sum(), (0, 1))(g32, u32) for f in (situ_glu, plain))):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
     small = jnp.asarray([1e-3, -2e-3]), jnp.asarray([2e-3, 1e-3])
     np.testing.assert_allclose(situ_glu(*small), swiglu(*small), rtol=1e-4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,9 +21,26 @@ def situ_glu(
 
     Kimi K3, Eq. 12. Equal to SwiGLU to first order at 0. In float32: bfloat16 tanh near its cap has three digits.
     """
+    return _situ(beta, linear_beta, gate, up)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _situ(beta, linear_beta, gate, up):
     g, u = wide(gate), wide(up)
     out = beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g) * (linear_beta * jnp.tanh(u / linear_beta))
     return out.astype(gate.dtype)
+
+
+def _situ_bwd(beta, linear_beta, saved, d):
+    # from gate and up alone: autodiff would keep both tanh and the sigmoid as well, in float32
+    g, u, d = (wide(x) for x in (*saved, d))
+    t, s, v = jnp.tanh(g / beta), jax.nn.sigmoid(g), jnp.tanh(u / linear_beta)
+    d_gate = d * linear_beta * v * s * ((1 - t * t) + beta * t * (1 - s))
+    d_up = d * beta * t * s * (1 - v * v)
+    return d_gate.astype(saved[0].dtype), d_up.astype(saved[1].dtype)
+
+
+_situ.defvjp(lambda beta, linear_beta, gate, up: (_situ(beta, linear_beta, gate, up), (gate, up)), _situ_bwd)
 
 
 def swiglu(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
