@@ -14,7 +14,7 @@ def small() -> ModelConfig:
         vocab_size=4096, d_model=384, n_layers=13, ffn_dim=1024, block_size=4,
         kda=KDAConfig(n_heads=6, head_dim=64),
         mla=MLAConfig(n_heads=6, q_lora_rank=128, kv_lora_rank=64, nope_dim=64, rope_dim=32, v_dim=64),
-        moe=MoEConfig(n_experts=32, k=4, expert_dim=96, latent_dim=192, n_shared=2),
+        moe=MoEConfig(n_experts=32, k=4, expert_dim=64, latent_dim=192, n_shared=2),
     )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def medium() -> ModelConfig:
 def large() -> ModelConfig:
     """2-3B parameters, 0.3-0.4B active."""
     return ModelConfig(
-        vocab_size=32_768, d_model=1024, n_layers=25, ffn_dim=4096, block_size=6, remat="block",
+        vocab_size=32_768, d_model=1024, n_layers=21, ffn_dim=4096, block_size=6, remat="block",
         kda=KDAConfig(n_heads=8, head_dim=128),
         mla=MLAConfig(n_heads=8, q_lora_rank=384, kv_lora_rank=256, nope_dim=128, rope_dim=64, v_dim=128),
         moe=MoEConfig(n_experts=128, k=8, expert_dim=512, latent_dim=512, n_shared=2),
