@@ -58,6 +58,6 @@ def get_config(options: str = ""):
                 bpe_vocab=min(model.vocab_size, 32_768),
             ),
             optim=OptimConfig(lr=lr),
-            train=TrainConfig(steps=300 if scale == "tiny" else 10_000),
+            train=TrainConfig(steps=200 if scale == "tiny" else 10_000),
         )
     )

@@ -63,7 +63,7 @@ SCALES = {f.__name__: f for f in (tiny, small, medium, large, kimi_linear_48b, t
 
 # peak learning rate and rows per step at shrink=1 of each scale's pre-training run
 RECIPES = {
-    "tiny": (5e-3, 8),
+    "tiny": (5e-3, 4),
     "small": (3e-3, 32),
     "medium": (2e-3, 128),
     "large": (1.4e-3, 512),

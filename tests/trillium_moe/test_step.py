@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models import random_state
 from tests.trillium_moe.test_stack import small
 from trillium_moe.config import (
     BALANCING,
@@ -17,17 +18,22 @@ from trillium_moe.config import (
     OptimConfig,
     TrainConfig,
 )
-from trillium_moe.train.state import init_state
 from trillium_moe.train.step import balance, make_eval_step, make_train_step, value_and_grad
 
 B, T = 4, 32
 
 
 def config_of(*, micro_batches=1, dtype="float32", **model):
+    """One MLA + MoE layer, unrolled: the step is the subject, not the stack."""
     dtypes = DtypeConfig(dtype, dtype, dtype)
-    fields = {"vocab_size": 272, "n_layers": 3, "block_size": 1, "dtypes": dtypes, **model}
+    fields = {"vocab_size": 272, "n_layers": 1, "n_dense_layers": 0, "residual": "none", "scan_layers": False,
+              "remat": "none", "dtypes": dtypes, **model}
     return Config(model=small(**fields), data=DataConfig(seq_len=T, batch_size=B), optim=OptimConfig(lr=1e-2),
                   train=TrainConfig(steps=20, micro_batches=micro_batches))
+
+
+WHOLE = {"n_layers": 3, "n_dense_layers": 1, "block_size": 1, "residual": "block", "scan_layers": True,
+         "remat": "layer"}
 
 
 def batch_of(seed=0):
@@ -39,8 +45,8 @@ def batch_of(seed=0):
 
 def test_micro_batches_change_rounding_only():
     with jax.enable_x64(True):
-        one, four = (config_of(micro_batches=n, dtype="float64") for n in (1, 4))
-        state = jax.jit(init_state, static_argnums=0)(one)
+        one, four = (config_of(micro_batches=n, dtype="float64", **WHOLE) for n in (1, 4))
+        state = random_state(one, std=0.2)
         results = []
         for config in (one, four):
             run = jax.jit(value_and_grad(config.model, config.train.micro_batches))
@@ -54,9 +60,9 @@ def test_micro_batches_change_rounding_only():
 
 
 def test_step_compiles_once_learns_and_returns_the_next_bias():
-    config = config_of()
+    config = config_of(**WHOLE)
     step, evaluate = make_train_step(config), make_eval_step(config)
-    state = jax.jit(init_state, static_argnums=0)(config)
+    state = random_state(config, std=0.2)
     before = evaluate(state.params, state.router_bias, batch_of())
     losses = []
     for _ in range(5):
@@ -76,7 +82,7 @@ def test_the_bias_update_never_touches_a_gradient():
     grads = {}
     for rule in ("quantile", "none"):
         config = config_of(moe=MoEConfig(n_experts=6, k=2, expert_dim=8, latent_dim=8, balancing=rule))
-        state = jax.jit(init_state, static_argnums=0)(config)
+        state = random_state(config, std=0.2)
         (_, aux), grads[rule] = jax.jit(value_and_grad(config.model, 1))(state.params, state.router_bias, batch_of())
         moved = balance(config.model, state.router_bias, aux)["moe"]["bias"][...] != 0
         assert bool(moved.any()) == (rule == "quantile")
@@ -87,8 +93,8 @@ def test_the_bias_update_never_touches_a_gradient():
 @pytest.mark.parametrize("rule", BALANCING)
 def test_every_balancing_rule_trains(rule):
     moe = MoEConfig(n_experts=6, k=2, expert_dim=8, latent_dim=8, balancing=rule)
-    config = config_of(moe=moe, micro_batches=2, n_layers=2)
-    step, state = make_train_step(config), jax.jit(init_state, static_argnums=0)(config)
+    config = config_of(moe=moe, micro_batches=2)
+    step, state = make_train_step(config), random_state(config, std=0.2)
     for _ in range(2):
         state, metrics = step(state, batch_of())
     assert np.isfinite(float(metrics["train/loss"])) and np.isfinite(float(metrics["router/max_violation"]))
@@ -98,9 +104,8 @@ def test_every_balancing_rule_trains(rule):
 
 
 def test_qk_clip_bounds_the_logits_of_the_next_forward():
-    base = config_of(n_layers=3, init_std=1.0)
-    config = dataclasses.replace(base, optim=OptimConfig(lr=1e-6, qk_clip=0.5))
-    state = jax.jit(init_state, static_argnums=0)(config)
+    config = dataclasses.replace(config_of(), optim=OptimConfig(lr=1e-6, qk_clip=0.5))
+    state = random_state(config, std=0.6)
     step = make_train_step(config)
     state, first = step(state, batch_of())
     _, second = step(state, batch_of())

@@ -15,7 +15,7 @@ from trillium_moe.config import Config, ModelConfig
 from trillium_moe.model.context import Context
 from trillium_moe.model.router import next_bias
 from trillium_moe.optim.qk_clip import qk_clip
-from trillium_moe.shapes import Array, Float, PyTree
+from trillium_moe.shapes import Array, Int, PyTree
 from trillium_moe.train.loss import loss_sum, nll_sum
 from trillium_moe.train.schedule import make_schedule
 from trillium_moe.train.state import TrainState, model_def, optimizer
@@ -88,7 +88,7 @@ def clip_logits(config: Config, params: nnx.State, aux: dict) -> nnx.State:
     return params
 
 
-def summarise(config: ModelConfig, aux: dict, router_bias: nnx.State, n_tokens: Float[Array, ""]) -> dict[str, Array]:
+def summarise(config: ModelConfig, aux: dict, router_bias: nnx.State, n_tokens: Int[Array, ""]) -> dict[str, Array]:
     """Router, decay and attention statistics of a step as flat metrics."""
     out = {}
     if "moe" in aux:
