@@ -55,6 +55,13 @@ def test_round_trip_is_exact_and_keeps_the_newest(tmp_path, state, abstract):
     assert equal(checkpoint.restore(tmp_path, abstract, step=2).state, shifted(state, 2))
 
 
+def test_a_relative_workdir_works_like_any_other(tmp_path, monkeypatch, state, abstract):
+    monkeypatch.chdir(tmp_path)
+    write("runs/here", state, 1)
+    assert checkpoint.steps("runs/here") == [1] and (tmp_path / "runs/here/checkpoints/1").is_dir()
+    assert equal(checkpoint.restore("runs/here", abstract).state, shifted(state, 1))
+
+
 def test_dtypes_survive(tmp_path):
     tree = {"bf16": jnp.arange(5, dtype=jnp.bfloat16), "odd": jnp.ones((0, 3)), "bool": jnp.array([True, False]),
             "int8": jnp.int8(-3), "scalar": jnp.float32(jnp.pi), "list": [jnp.uint32(2**32 - 1)]}

@@ -53,7 +53,9 @@ class Restored:
 
 
 def checkpoint_dir(workdir: epath.PathLike) -> epath.Path:
-    return epath.Path(workdir) / "checkpoints"
+    """Absolute, which orbax insists on, unless the workdir is a URL."""
+    path = epath.Path(workdir) / "checkpoints"
+    return path if "://" in str(workdir) else path.resolve()
 
 
 def steps(workdir: epath.PathLike) -> list[int]:
