@@ -24,6 +24,7 @@ from trillium_moe.config import Config, ConfigError, from_config_dict
 Define = Callable[[flags.FlagValues], None]
 Run = Callable[[flags.FlagValues], dict[str, Any]]
 
+CONFIG = "configs/pretrain.py"
 CONFIG_HELP = """
 Config overrides: every field of trillium_moe/config.py, such as --config.train.steps=200 or
 --config.model.moe.balancing=sign. The file's own options follow a colon: configs/pretrain.py:scale=tiny,stage=8k."""
@@ -69,7 +70,8 @@ def command(doc: str | None, define: Define, run: Run, argv: Sequence[str] | Non
 
 
 def define_config(values: flags.FlagValues) -> None:
-    config_flags.DEFINE_config_file("config", "configs/pretrain.py", "experiment file, with options after a colon",
+    # no default here: config_flags would apply the command line's overrides to it before they are checked
+    config_flags.DEFINE_config_file("config", None, f"experiment file, with options after a colon (default: {CONFIG})",
                                     flag_values=values)
 
 
@@ -98,8 +100,10 @@ def workdir_of(values: flags.FlagValues, *, exists: bool) -> str:
 def _parse(values: flags.FlagValues, argv: list[str]) -> None:
     """Parses into `values`. Raises UsageError or ConfigError."""
     has_config = "config" in values
-    argv = _overrides(argv) if has_config else argv
     if has_config:
+        argv = _overrides(argv)
+        given = any(_value_of(item, "", "config") is not None for item in argv)
+        argv = argv if given else [f"--config={CONFIG}", *argv]
         _check_file(argv)
     own, sys.argv = sys.argv, [sys.argv[0], *argv]  # config_flags looks for overrides there
     try:
@@ -158,7 +162,7 @@ def _check_type(key: str, value: str, default: Any) -> None:
 def _check_file(argv: list[str]) -> None:
     """Raises UsageError if the --config file does not exist."""
     named = [value for a, b in zip(argv, [*argv[1:], ""]) if (value := _value_of(a, b, "config")) is not None]
-    path = Path((named or ["configs/pretrain.py"])[-1].split(":")[0])
+    path = Path(named[-1].split(":")[0])
     if not path.is_file():
         siblings = [str(p) for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), siblings, n=1)
