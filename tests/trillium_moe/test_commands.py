@@ -23,7 +23,8 @@ def call(module, *argv):
 
 @pytest.mark.parametrize("module, argv, message", [
     (train, (PRETRAIN,), "flag --workdir is missing"),
-    (train, ("--workdir=x", "--config.train.stpes=3"), "config train.stpes='3': unknown key; did you mean --config.train.steps?"),
+    (train, ("--workdir=x", "--config.train.stpes=3"),
+     "config train.stpes='3': unknown key; did you mean --config.train.steps?"),
     (train, (PRETRAIN, "--workdir=x", "--config.train.stpes=3"),
      "config train.stpes='3': unknown key; did you mean --config.train.steps?"),
     (train, (PRETRAIN, "--workdir=x", "--config.train=3"), "config train='3': unknown key"),
