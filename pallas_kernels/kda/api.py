@@ -4,10 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.kda.pallas_gpu import kda_pallas_gpu
 from pallas_kernels.kda.reference import State, kda_reference
 from pallas_kernels.kda.xla import kda_xla
 
-IMPLEMENTATIONS = {"reference": kda_reference, "xla": kda_xla}
+IMPLEMENTATIONS = {"reference": kda_reference, "xla": kda_xla, "pallas_gpu": kda_pallas_gpu}
 
 
 def kda(

@@ -1,0 +1,264 @@
+"""KDA on Hopper: the pass of the state through the chunks, forward and backward (Pallas Mosaic-GPU).
+
+One thread block per sequence and head. A producer warpgroup feeds chunks by TMA; two consumer warpgroups own half of
+the value columns each and never wait for one another. The state [K, V/2], or its gradient, stays in float32 registers;
+a bfloat16 copy in shared memory is the operand.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.kda.gpu_chunk import (
+    ROW,
+    TILE,
+    C,
+    D,
+    along_columns,
+    bf16,
+    f32,
+    operand,
+    product,
+    transposed,
+)
+
+STAGES = 2
+VH = D // 2  # value columns of a consumer
+
+
+def _pipeline(N: int, load, consume, full, empty, reverse: bool):
+    """Runs `load(n, slot)` in the producer and `consume(n, slot, carry)` in two consumers, in order of n."""
+    at = (lambda i: N - 1 - i) if reverse else (lambda i: i)
+
+    def produce():
+        plgpu.set_max_registers(40, action="decrease")
+        for i in range(min(STAGES, N)):
+            load(jnp.int32(at(i)), i)
+
+        @pl.loop(0, max(N - STAGES, 0))
+        def _(i):
+            slot = lax.rem(i, jnp.int32(STAGES))
+            plgpu.barrier_wait(empty.at[slot])
+            load(at(i + STAGES), slot)
+
+    def run(start, finish):
+        plgpu.set_max_registers(232, action="increase")
+
+        def step(i, carry):
+            slot = lax.rem(i, jnp.int32(STAGES))
+            return consume(at(i), slot, carry, full.at[slot], empty.at[slot])
+
+        finish(lax.fori_loop(0, N, step, start()))
+        plgpu.wait_smem_to_gmem(0)
+
+    return produce, run
+
+
+def state_pass(
+    qp: Float[Array, "B H N C K"],
+    kp: Float[Array, "B H N C K"],
+    km: Float[Array, "B H N C K"],
+    pT: Float[Array, "B H N C C"],
+    tT: Float[Array, "B H N C C"],
+    dec: Float[Array, "B H N K"],
+    v_BTHV: Float[Array, "B T H V"],
+    beta_BHT: Float[Array, "B H T"],
+    initial_BHKV: Float[Array, "B H K V"],
+    keep: bool,
+) -> tuple[Array, ...]:
+    """From the results of `chunk_operands`, with S the state at chunk entry:
+
+        R = beta (V - K+ S),   U = T R,   O = Q+ S + P U,   S <- diag(e^{G_C}) S + K-^T U.
+
+    Returns (o [B, T, H, V] bf16, final state [B, H, K, V] float32) and, to keep for the backward pass,
+    (S [B, H, N, K, V], U [B, H, N, C, V]), both bf16.
+    """
+    B, H, N, _, K = kp.shape
+
+    def kernel(*refs_and_scoped):
+        *refs, scoped = refs_and_scoped
+        qp_g, kp_g, km_g, pT_g, tT_g, dec_g, v_g, beta_g, initial_g, o_g, final_g = refs[:11]
+        (qp_s, kp_s, km_s, pT_s, tT_s, dec_s, beta_s, v_s), (s_s, u_s, o_s), full, empty = scoped
+        bh, wg = lax.axis_index("bh"), lax.axis_index("wg")
+        b, h = bh // H, lax.rem(bh, jnp.int32(H))
+        columns = pl.ds(wg * VH, VH)
+        s_w, u_w, o_w = s_s.at[wg], u_s.at[wg], o_s.at[wg]
+
+        def load(n, slot):
+            bar = full.at[slot]
+            for src, dst in (
+                (kp_g, kp_s), (km_g, km_s), (qp_g, qp_s), (tT_g, tT_s), (pT_g, pT_s), (dec_g, dec_s)
+            ):  # fmt: skip
+                plgpu.copy_gmem_to_smem(src.at[b, h, n], dst.at[slot], bar)
+            plgpu.copy_gmem_to_smem(beta_g.at[b, h, pl.ds(n * C, C)], beta_s.at[slot], bar)
+            for w in range(2):
+                src = v_g.at[b, pl.ds(n * C, C), h, pl.ds(w * VH, VH)]
+                plgpu.copy_gmem_to_smem(src, v_s.at[slot, w], bar)
+
+        def consume(n, slot, s, full, empty):
+            s_w[...] = s.astype(bf16)
+            plgpu.commit_smem()
+            if keep:
+                plgpu.copy_smem_to_gmem(s_w, refs[11].at[b, h, n, :, columns])
+            plgpu.barrier_wait(full)
+            explained = product((C, VH), (kp_s.at[slot], s_w))
+            beta = plgpu.load(beta_s.at[slot], layout=ROW)
+            v = plgpu.load(v_s.at[slot, wg], layout=TILE).astype(f32)
+            u_w[...] = (along_columns(beta, VH) * (v - explained)).astype(bf16)
+            plgpu.commit_smem()
+            u = product((C, VH), (transposed(tT_s.at[slot]), u_w))
+            u_w[...] = u.astype(bf16)
+            plgpu.commit_smem()
+            if keep:
+                plgpu.copy_smem_to_gmem(u_w, refs[12].at[b, h, n, :, columns])
+            o = product((C, VH), (qp_s.at[slot], s_w), (transposed(pT_s.at[slot]), u_w))
+            s = s * along_columns(plgpu.load(dec_s.at[slot], layout=ROW), VH)
+            s = pl.run_state(lambda acc: plgpu.wgmma(acc, transposed(km_s.at[slot]), u_w))(plgpu.ACC.init(s))
+            plgpu.barrier_arrive(empty)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o_w[...] = o.astype(bf16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_w, o_g.at[b, pl.ds(n * C, C), h, columns])
+            return s
+
+        def start():
+            return plgpu.load(initial_g.at[b, h, :, columns], layout=TILE, optimized=False)
+
+        def finish(s):
+            final_g[b, h, :, columns] = s
+
+        produce, run = _pipeline(N, load, consume, full, empty, reverse=False)
+        pl.when(wg < 2)(lambda: run(start, finish))
+        pl.when(wg == 2)(produce)
+
+    kept = (jax.ShapeDtypeStruct((B, H, N, K, D), bf16), jax.ShapeDtypeStruct((B, H, N, C, D), bf16))
+    return _call(
+        kernel,
+        (
+            jax.ShapeDtypeStruct(v_BTHV.shape, bf16),
+            jax.ShapeDtypeStruct((B, H, K, D), f32),
+            *(kept if keep else ()),
+        ),
+        B * H,
+        (
+            *[operand(STAGES, C, K)] * 3,
+            *[operand(STAGES, C, C)] * 2,
+            plgpu.SMEM((STAGES, K), f32),
+            plgpu.SMEM((STAGES, C), f32),
+            operand(STAGES, 2, C, VH),
+        ),
+        (operand(2, K, VH), operand(2, C, VH), operand(2, C, VH)),
+    )(qp, kp, km, pT, tT, dec, v_BTHV, beta_BHT, initial_BHKV)
+
+
+def state_adjoint(
+    qp: Float[Array, "B H N C K"],
+    kp: Float[Array, "B H N C K"],
+    km: Float[Array, "B H N C K"],
+    pT: Float[Array, "B H N C C"],
+    tT: Float[Array, "B H N C C"],
+    dec: Float[Array, "B H N K"],
+    do_BTHV: Float[Array, "B T H V"],
+    beta_BHT: Float[Array, "B H T"],
+    d_final_BHKV: Float[Array, "B H K V"],
+) -> tuple[Array, ...]:
+    """The adjoint of `state_pass`, from the last chunk to the first, with dS the gradient of the state at chunk exit:
+
+        dU = P^T dO + K- dS,   dV = beta (T^T dU),   dS <- diag(e^{G_C}) dS + Q+^T dO - K+^T dV.
+
+    Returns dV [B, T, H, V] bf16, dS of every chunk [B, H, N, K, V] bf16, d_initial [B, H, K, V] float32.
+    """
+    B, H, N, _, K = kp.shape
+
+    def kernel(*refs_and_scoped):
+        *refs, scoped = refs_and_scoped
+        qp_g, kp_g, km_g, pT_g, tT_g, dec_g, do_g, beta_g, final_g, dv_g, ds_g, initial_g = refs
+        (qp_s, kp_s, km_s, pT_s, tT_s, dec_s, beta_s, do_s), (s_s, u_s, dv_s), full, empty = scoped
+        bh, wg = lax.axis_index("bh"), lax.axis_index("wg")
+        b, h = bh // H, lax.rem(bh, jnp.int32(H))
+        columns = pl.ds(wg * VH, VH)
+        s_w, u_w, dv_w = s_s.at[wg], u_s.at[wg], dv_s.at[wg]
+
+        def load(n, slot):
+            bar = full.at[slot]
+            for src, dst in (
+                (pT_g, pT_s), (km_g, km_s), (tT_g, tT_s), (qp_g, qp_s), (kp_g, kp_s), (dec_g, dec_s)
+            ):  # fmt: skip
+                plgpu.copy_gmem_to_smem(src.at[b, h, n], dst.at[slot], bar)
+            plgpu.copy_gmem_to_smem(beta_g.at[b, h, pl.ds(n * C, C)], beta_s.at[slot], bar)
+            for w in range(2):
+                src = do_g.at[b, pl.ds(n * C, C), h, pl.ds(w * VH, VH)]
+                plgpu.copy_gmem_to_smem(src, do_s.at[slot, w], bar)
+
+        def consume(n, slot, ds, full, empty):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            s_w[...] = ds.astype(bf16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s_w, ds_g.at[b, h, n, :, columns])
+            plgpu.barrier_wait(full)
+            do_w = do_s.at[slot, wg]
+            u_w[...] = product((C, VH), (pT_s.at[slot], do_w), (km_s.at[slot], s_w)).astype(bf16)
+            plgpu.commit_smem()
+            beta = along_columns(plgpu.load(beta_s.at[slot], layout=ROW), VH)
+            dv = beta * product((C, VH), (tT_s.at[slot], u_w))
+            plgpu.commit_smem()  # every warp's product has read u_w
+            dv_w[...] = dv.astype(bf16)
+            u_w[...] = (-dv).astype(bf16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(dv_w, dv_g.at[b, pl.ds(n * C, C), h, columns])
+            ds = ds * along_columns(plgpu.load(dec_s.at[slot], layout=ROW), VH)
+
+            def through(acc):
+                plgpu.wgmma(acc, transposed(qp_s.at[slot]), do_w)
+                plgpu.wgmma(acc, transposed(kp_s.at[slot]), u_w)
+
+            ds = pl.run_state(through)(plgpu.ACC.init(ds))
+            plgpu.barrier_arrive(empty)
+            return ds
+
+        def start():
+            return plgpu.load(final_g.at[b, h, :, columns], layout=TILE, optimized=False)
+
+        def finish(ds):
+            initial_g[b, h, :, columns] = ds
+
+        produce, run = _pipeline(N, load, consume, full, empty, reverse=True)
+        pl.when(wg < 2)(lambda: run(start, finish))
+        pl.when(wg == 2)(produce)
+
+    return _call(
+        kernel,
+        (
+            jax.ShapeDtypeStruct(do_BTHV.shape, bf16),
+            jax.ShapeDtypeStruct((B, H, N, K, D), bf16),
+            jax.ShapeDtypeStruct((B, H, K, D), f32),
+        ),
+        B * H,
+        (
+            *[operand(STAGES, C, K)] * 3,
+            *[operand(STAGES, C, C)] * 2,
+            plgpu.SMEM((STAGES, K), f32),
+            plgpu.SMEM((STAGES, C), f32),
+            operand(STAGES, 2, C, VH),
+        ),
+        (operand(2, K, VH), operand(2, C, VH), operand(2, C, VH)),
+    )(qp, kp, km, pT, tT, dec, do_BTHV, beta_BHT, d_final_BHKV)
+
+
+def _call(kernel, out_type, blocks: int, staged, own):
+    def entry(*refs):
+        pl.run_scoped(
+            lambda *scoped: kernel(*refs, scoped),
+            staged,
+            own,
+            plgpu.Barrier(num_arrivals=9, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            collective_axes="wg",
+        )
+
+    return plgpu.kernel(
+        entry, out_type=out_type, grid=(blocks,), grid_names=("bh",), num_threads=3, thread_name="wg"
+    )
