@@ -56,14 +56,17 @@ def command(doc: str | None, define: Define, run: Run, argv: Sequence[str] | Non
         return _fail(error, 2)
     except Exception as error:
         # imported late: --help and wrong flags must not wait for jax
+        from trillium_moe.parallel.runtime import DistributedError, leave
+        from trillium_moe.train.aot import HBMOverflow
         from trillium_moe.train.checkpoint import CheckpointError, NonFiniteError
 
         if isinstance(error, CheckpointError):
-            return _fail(error, 2)
-        if isinstance(error, NonFiniteError):
-            return _fail(error, 1)
+            return leave(_fail(error, 2))
+        if isinstance(error, (NonFiniteError, DistributedError, HBMOverflow)):
+            return leave(_fail(error, 1))
         traceback.print_exc()
-        return 1
+        sys.stderr.flush()
+        return leave(1)
     if values.json:
         print(json.dumps(result))
     return 0
@@ -82,6 +85,25 @@ def define_workdir(values: flags.FlagValues, help: str) -> None:
 def define_step(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("step", None, "step of the checkpoint; by default the newest", lower_bound=0,
                          flag_values=values)
+
+
+def define_distributed(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("coordinator", "", "host:port of process 0; not needed on a TPU pod or under SLURM",
+                        flag_values=values)
+    flags.DEFINE_integer("num_processes", 0, "processes of the run, with --coordinator", flag_values=values)
+    flags.DEFINE_integer("process_id", -1, "which of them this is, with --coordinator", flag_values=values)
+    flags.DEFINE_integer("init_timeout", 300, "seconds to wait for the other processes", lower_bound=1,
+                         flag_values=values)
+    flags.DEFINE_integer("heartbeat_timeout", 100, "seconds after which a silent process counts as dead, which ends "
+                         "all of them", lower_bound=1, flag_values=values)
+
+
+def join_processes(values: flags.FlagValues) -> None:
+    """Starts `jax.distributed` where the flags or the environment ask for it."""
+    from trillium_moe.parallel.runtime import initialize
+
+    initialize(values.coordinator, values.num_processes, values.process_id, timeout=values.init_timeout,
+               heartbeat_timeout=values.heartbeat_timeout)
 
 
 def config_of(values: flags.FlagValues) -> Config:

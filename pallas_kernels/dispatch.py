@@ -20,6 +20,18 @@ PREFERENCE = {
 }
 
 
+def target() -> tuple[str, str]:
+    """Platform (cpu, gpu, tpu) and device kind that the program being traced is for.
+
+    Those of the mesh in context, which ahead-of-time compilation sets for chips that are not there, else the default
+    backend's.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and getattr(device, "platform", None):
+        return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform), device.device_kind
+    return jax.default_backend(), jax.devices()[0].device_kind
+
+
 @functools.cache  # the cache is the memory of what was already said: one line per op and choice
 def _log_choice(op: str, name: str, platform: str, passed_over: str) -> None:
     _log.info("%s: implementation %r on %s%s", op, name, platform, passed_over)
@@ -34,7 +46,7 @@ def dispatch(
       op: name of the op, for messages.
       implementations: what this op offers, by name ("reference", "xla", "pallas_tpu", "pallas_gpu", "triton").
       implementation: a name, which never falls back; or None, which tries the offered ones in the order that
-        `PREFERENCE` gives for `jax.default_backend()` and takes the first that does not raise NotImplementedError.
+        `PREFERENCE` gives for the platform of `target` and takes the first that does not raise NotImplementedError.
 
     Raises:
       ValueError: the op offers no implementation of that name.
@@ -48,7 +60,7 @@ def dispatch(
             )
         return implementations[implementation](*args, **kwargs)
 
-    platform = jax.default_backend()
+    platform = target()[0]
     refusals = []
     for name in PREFERENCE.get(platform, ("xla",)):
         if name not in implementations:

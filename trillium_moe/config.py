@@ -136,6 +136,8 @@ class MoEConfig:
     load_p: float = 0.5  # quantile of the loads that load_quantile steers to
     sign_eta: float = 1e-3  # step of sign
     aux_weight: float = 1e-2  # weight of aux_loss
+    transport: str = ""  # tokens to experts of other devices: "" picks by platform, else padded | ragged
+    capacity: float = 0.0  # rows a device has room for, in even shares; 0: the worst case, nothing is ever dropped
     implementation: str = ""  # grouped matmul kernel: "" picks by platform, else reference | xla
 
     def __post_init__(self):
@@ -145,6 +147,9 @@ class MoEConfig:
         check(self.latent_dim >= 0, "model.moe.latent_dim", self.latent_dim, "must be 0 (no latent) or a width")
         check(self.n_shared >= 0, "model.moe.n_shared", self.n_shared, "must be 0 or more")
         check_choice("model.moe.balancing", self.balancing, BALANCING)
+        check_choice("model.moe.transport", self.transport, ("", "padded", "ragged"))
+        check(self.capacity == 0 or self.capacity >= 1, "model.moe.capacity", self.capacity,
+              "must be 0 (the worst case) or at least 1 (the even share)")
         check(0 <= self.load_p <= 1, "model.moe.load_p", self.load_p, "must lie in [0, 1]")
 
 
@@ -268,6 +273,28 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """How the devices are arranged: sizes of the mesh axes, whose product is the number of devices.
+
+    What lies on which axis: `trillium_moe.parallel.sharding`. One size may be -1: the devices that the others leave.
+    """
+
+    replica: int = 1  # copies of parameters and optimizer, each with its part of the batch: slices on a slow network
+    data: int = -1  # parameters, optimizer and batch cut into this many parts (FSDP)
+    context: int = 1  # every sequence cut into this many parts
+    expert: int = 1  # routed experts dealt to this many parts; outside the experts it cuts as data does
+    model: int = 1  # heads, FFN widths and vocabulary cut into this many parts
+
+    def __post_init__(self):
+        sizes = dataclasses.asdict(self)
+        for name, size in sizes.items():
+            check(size >= 1 or size == -1, f"mesh.{name}", size, "must be 1 or more, or -1 for the remaining devices")
+        rest = [name for name, size in sizes.items() if size == -1]
+        check(len(rest) < 2, f"mesh.{rest[-1] if rest else ''}", -1,
+              f"only one axis can take the remaining devices; mesh.{rest[0] if rest else ''} is -1 too")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length of the run and what it writes."""
 
@@ -296,6 +323,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
         check(self.data.batch_size % self.train.micro_batches == 0, "train.micro_batches", self.train.micro_batches,

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import target
 from pallas_kernels.kda import chunk
 from pallas_kernels.kda.config import ChunkConfig, chunk_config
 from pallas_kernels.kda.reference import State
@@ -44,7 +45,7 @@ def kda_xla(
       ValueError: tiles of `config` cannot hold decays down to g_min.
     """
     K, V = initial_state.shape[-2:]
-    config = config or chunk_config(jax.devices()[0].device_kind, K, V)
+    config = config or chunk_config(target()[1], K, V)
     if g_min is not None and (config.tile - 1) * -g_min > chunk.EXPONENT_RANGE:
         lowest = -chunk.EXPONENT_RANGE / (config.tile - 1)
         raise ValueError(

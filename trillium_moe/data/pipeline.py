@@ -1,7 +1,7 @@
 """Batches as pure functions of (seed, batch number), and an iterator over them that can be saved and resumed.
 
-Batch b is rows b B .. (b + 1) B - 1 of the stream in `packing`, whatever the host count; host h of n reads the h-th
-n-th of them. A run's data order depends on the seed, source, tokenizer, seq_len and packing, and on nothing else.
+Batch b is rows b B .. (b + 1) B - 1 of the stream in `packing`, whatever the host count; a host reads those that its
+devices hold. A run's data order depends on the seed, source, tokenizer, seq_len and packing, and on nothing else.
 
 How it scales. Row i can only be found when the length of every document is known, so the source is tokenised once.
 Small sources stay in memory. Larger ones are written, one document at a time, to a token file (2 bytes a token for
@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +129,7 @@ class Pipeline:
     Attributes:
       rows: the rows by number, over all hosts.
       batch_size: rows per batch, over all hosts.
-      host, hosts: this process and how many there are.
+      local: which rows of every batch this process reads, in order.
       threads: 1 prepares the next batches in the background, 0 does not.
       stream: hash of all that the rows depend on.
     """
@@ -137,15 +137,14 @@ class Pipeline:
     rows: ConcatRows | FirstFitRows
     tokenizer: Tokenizer
     batch_size: int
-    host: int
-    hosts: int
+    local: tuple[int, ...]
     threads: int
     stream: str
     dataset: grain.MapDataset = field(init=False)  # of batches, for further grain transformations
 
     def __post_init__(self):
-        local = self.batch_size // self.hosts
-        dataset = grain.MapDataset.range(len(self) * local).map(self._row).batch(local)
+        n = len(self.local)
+        dataset = grain.MapDataset.range(len(self) * n).map(self._row).batch(n)
         object.__setattr__(self, "dataset", dataset)
 
     def __len__(self) -> int:
@@ -154,9 +153,9 @@ class Pipeline:
         return sys.maxsize // self.batch_size
 
     def _row(self, i: int) -> Row:
-        """Row i of those that this host reads."""
-        local = self.batch_size // self.hosts
-        index = i // local * self.batch_size + self.host * local + i % local
+        """Row i of those that this process reads."""
+        batch, i = divmod(i, len(self.local))
+        index = batch * self.batch_size + self.local[i]
         return self.rows[index] if index < len(self.rows) else empty_row(self.rows.seq_len, self.rows.pad_id)
 
     def __getitem__(self, batch: int) -> Batch:
@@ -230,6 +229,7 @@ def make_pipeline(
     documents: Documents | None = None,
     host: int = 0,
     hosts: int = 1,
+    local: Sequence[int] | None = None,
     threads: int = 1,
     cache_dir: str | os.PathLike = "",
 ) -> Pipeline:
@@ -241,7 +241,8 @@ def make_pipeline(
       workdir: the run directory, where a trained tokenizer is kept.
       tokenizer, documents: made from the config if not given. A tokenizer whose `encode` returns (ids, mask) turns
         off the loss of parts of documents.
-      host, hosts: `jax.process_index()` and `jax.process_count()` of a run over several processes.
+      host, hosts: read the host-th of `hosts` equal blocks of rows of every batch.
+      local: instead of them, the rows of every batch to read, as `parallel.runtime.local_rows` finds them.
       threads: 0 or 1 background threads.
       cache_dir: where large sources keep their tokens, see `load_documents`.
     Raises:
@@ -249,9 +250,12 @@ def make_pipeline(
     """
     check_choice("split", split, ("train", "heldout"))
     data = config.data
-    check(data.batch_size % hosts == 0, "data.batch_size", data.batch_size, f"must be a multiple of the {hosts} hosts")
+    check(local is not None or data.batch_size % hosts == 0, "data.batch_size", data.batch_size,
+          f"must be a multiple of the {hosts} hosts")
     if not 0 <= host < hosts:
         raise ValueError(f"host {host} of {hosts}")
+    if local is None:
+        local = range(host * data.batch_size // hosts, (host + 1) * data.batch_size // hosts)
     tokenizer = tokenizer or make_tokenizer(data, workdir)
     check(tokenizer.vocab_size <= config.model.vocab_size, "model.vocab_size", config.model.vocab_size,
           f"must be at least the {tokenizer.vocab_size} of data.tokenizer={data.tokenizer!r}")
@@ -261,7 +265,9 @@ def make_pipeline(
     seed, epochs = (config.seed, 0) if split == "train" else (0, 1)
     rows = _ROWS[data.packing](documents, data.seq_len, seed, segments=data.segments, pad_id=tokenizer.pad_id,
                                epochs=epochs)
-    return Pipeline(rows, tokenizer, data.batch_size, host, hosts, threads, _stream(rows, data.packing, tokenizer))
+    stream = _stream(rows, data.packing, tokenizer)
+    stream = _stream(rows, data.packing, tokenizer)
+    return Pipeline(rows, tokenizer, data.batch_size, tuple(local), threads, stream)
 
 
 def _stream(rows: ConcatRows | FirstFitRows, packing: str, tokenizer: Tokenizer) -> str:

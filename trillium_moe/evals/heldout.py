@@ -20,6 +20,7 @@ def heldout(
     batches: Iterable[dict[str, Any]],
     token_bytes: Int[np.ndarray, "vocab"],
     n: int,
+    place: Callable[[dict[str, Any]], Any] = lambda batch: batch,
 ) -> dict[str, float]:
     """Loss over the first `n` batches (fewer if there are fewer).
 
@@ -27,6 +28,7 @@ def heldout(
       eval_step: gives the negative log-likelihood `nll` (nats, summed over weighted tokens) and the summed `weight`.
       token_bytes: UTF-8 bytes of every token id. End-of-document tokens have none, so their nats count and their
         bytes do not: the model pays for knowing where a text ends.
+      place: puts a batch where `eval_step` wants it. Every process reads whole batches, so their bytes count once.
 
     Returns:
       heldout/bits_per_byte: sum of nats / (ln 2 * sum of bytes).
@@ -37,7 +39,7 @@ def heldout(
     """
     sums, n_bytes = [], 0.0
     for batch in itertools.islice(batches, n):
-        sums.append(eval_step(params, router_bias, batch))  # not fetched here: the device keeps busy
+        sums.append(eval_step(params, router_bias, place(batch)))  # not fetched here: the device keeps busy
         n_bytes += float(np.sum(token_bytes[np.asarray(batch["targets"])] * np.asarray(batch["weights"])))
     sums = jax.device_get(sums)
     nats = math.fsum(float(s["nll"]) for s in sums)

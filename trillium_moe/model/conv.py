@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from trillium_moe.model.params import wide
+from trillium_moe.parallel.context import with_halo
 from trillium_moe.shapes import Array, Float, Int
 
 
@@ -10,6 +11,10 @@ def short_conv(
     x_BTHK: Float[Array, "B T H K"], weight_HKC: Float[Array, "H K C"], segment_ids: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T H K"]:
     """y_t = sum_s weight[C-1-s] x_{t-s} over the tokens of t's own document; the last tap meets the current token."""
+    return with_halo(_short_conv, x_BTHK, weight_HKC, segment_ids)
+
+
+def _short_conv(x_BTHK, weight_HKC, segment_ids):
     taps = weight_HKC.shape[-1]
     x, w = wide(x_BTHK), wide(weight_HKC)
     y = x * w[..., -1]

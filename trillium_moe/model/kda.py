@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.kda import kda
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.context import Context
 from trillium_moe.model.conv import short_conv
 from trillium_moe.model.norms import l2_norm, rms_norm
 from trillium_moe.model.params import linear, normal, ones, param, wide, zeros
+from trillium_moe.parallel.context import kda
 from trillium_moe.shapes import Array, Float
 
 # On a TPU a float32 dot is one bfloat16 pass unless asked otherwise; decay logits are exponentiated and summed.

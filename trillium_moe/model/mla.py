@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.attention import attention
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.context import Context
 from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import linear, normal, ones, param, wide
+from trillium_moe.parallel.context import latent_attention
 from trillium_moe.shapes import Array, Float, Int
 
 LORA_EPS = 1e-6  # the released model builds its two latent norms with this default, not with rms_norm_eps
@@ -64,18 +64,17 @@ class MLA(nnx.Module):
             q = heads(x_BTD, self.q)
         latent, k_rope = jnp.split(linear(x_BTD, self.kv_down), [R], axis=-1)
         latent = rms_norm(latent, self.kv_norm[...], LORA_EPS)
-        k_rope = k_rope[:, :, None]  # one key part, shared by all heads and not normed
         if c.position == "rope":
             ids = jnp.zeros(x_BTD.shape[:2], jnp.int32) if ctx.segment_ids is None else ctx.segment_ids
             at = positions(ids)
             q_nope, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
             q = jnp.concatenate([q_nope, rotate(q_rope, at, c.rope_theta)], axis=-1)
-            k_rope = rotate(k_rope, at, c.rope_theta)
-        k_rope = jnp.broadcast_to(k_rope, (*k_rope.shape[:2], c.n_heads, c.rope_dim))
-        k = jnp.concatenate([heads(latent, self.k_up), k_rope], axis=-1)
-        o, max_logit = attention(
-            q, k, heads(latent, self.v_up), scale=(c.nope_dim + c.rope_dim) ** -0.5,
-            segment_ids=ctx.segment_ids, implementation=c.implementation or None,
+            k_rope = rotate(k_rope[:, :, None], at, c.rope_theta)[:, :, 0]
+        # k_rope: one key part, shared by all heads and not normed
+        o, max_logit = latent_attention(
+            q, latent, k_rope, self.k_up.astype(q.dtype), self.v_up.astype(q.dtype),
+            scale=(c.nope_dim + c.rope_dim) ** -0.5, segment_ids=ctx.segment_ids,
+            implementation=c.implementation or None,
         )  # fmt: skip
         if c.gate == "full":
             o = o * jax.nn.sigmoid(wide(heads(x_BTD, self.gate)))

@@ -38,6 +38,7 @@ from trillium_moe.model.attn_res import read
 from trillium_moe.model.context import Context
 from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import layer, put_layer, wide
+from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Float, PyTree
 
 # f(params, state, x_BTD, ctx) -> (y_BTD, aux): one sublayer of a kind, without its pre-norm
@@ -181,7 +182,7 @@ class Stack:
 
     def forward(self, P, Q, x, ctx, save_sums):
         """All blocks. Returns sealed [N,B,T,D], the last live sum, aux, and the running sums [N,U,B,T,D] or None."""
-        sealed = jnp.zeros((self.schedule.n_blocks, *x.shape), x.dtype)
+        sealed = sharding.activations(jnp.zeros((self.schedule.n_blocks, *x.shape), x.dtype))
 
         def body(carry, n):
             sealed, live, aux = carry
@@ -217,9 +218,9 @@ class Stack:
         """Cotangents of P and x, from the saved sums."""
         U, S = self.schedule.block, self.schedule.n_sublayers
         kinds, indices = self.tables()
-        G = jax.tree.map(jnp.zeros_like, P)
+        G = sharding.stored(jax.tree.map(jnp.zeros_like, P))
         # cotangents of sealed sums add up over all later sublayers: at least float32
-        d_sealed, d_live = jnp.zeros(sealed.shape, wide(sealed).dtype), d_h
+        d_sealed, d_live = sharding.activations(jnp.zeros(sealed.shape, wide(sealed).dtype)), d_h
         if self.schedule.reads:
             final = lambda w, sealed, live: read(w, sealed, sealed.shape[0], live, True, self.eps)[0]
             d_w, d_sealed_last, d_live = jax.vjp(final, P["read"][-1], sealed, live)[1](d_h)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,7 @@ from trillium_moe.model.moe import MoE
 from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import RouterBias, layer, linear, normal, ones, param, stack, wide, zeros
 from trillium_moe.model.stack import Schedule, run_stack
+from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Float, Int
 
 
@@ -60,7 +63,7 @@ class Trillium(nnx.Module):
         kinds, state, fns = {}, {}, {}
         for kind in Schedule.of(self.config).kinds:
             graphdef, kinds[kind], state[kind] = nnx.split(getattr(self, kind), nnx.Param, RouterBias)
-            fns[kind] = lambda p, q, x, ctx, graphdef=graphdef: nnx.merge(graphdef, p, q)(x, ctx)
+            fns[kind] = functools.partial(self.sublayer, graphdef)
         if self.config.residual == "none":
             query = jnp.zeros_like(self.sublayer_norm[...])  # not read
         else:
@@ -68,6 +71,12 @@ class Trillium(nnx.Module):
         params = {"kinds": kinds, "norm": self.sublayer_norm[...], "read": query}
         h, aux = run_stack(self.config, fns, params, state, self.embedding(tokens_BT), ctx)
         return rms_norm(h, self.norm[...], self.config.norm_eps), aux
+
+    def sublayer(self, graphdef, params, state, x_BTD, ctx) -> tuple[Float[Array, "B T D"], dict]:
+        """One layer of a kind, its weights gathered for as long as it runs."""
+        params = sharding.gathered(params, self.config.dtypes.compute)
+        y, aux = nnx.merge(graphdef, params, state)(sharding.activations(x_BTD), ctx)
+        return sharding.activations(y), aux
 
     def mtp_hidden(
         self, h_BTD: Float[Array, "B T D"], next_BT: Int[Array, "B T"], ctx: Context
@@ -77,12 +86,15 @@ class Trillium(nnx.Module):
         return rms_norm(h, self.norm[...], self.config.norm_eps), aux
 
     def embedding(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return jnp.take(self.embed[...], tokens_BT, axis=0).astype(self.config.dtypes.compute)
+        dtype = self.config.dtypes.compute
+        table_VD = sharding.gathered_variable(self.embed, dtype)[...]
+        return sharding.activations(jnp.take(table_VD, tokens_BT, axis=0).astype(dtype))
 
     def logits(self, h_BTD: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Logits of normed hidden states, in the policy's logits dtype."""
         dtype = self.config.dtypes.logits
-        return jnp.dot(h_BTD, self.head.astype(h_BTD.dtype), preferred_element_type=wide(h_BTD).dtype).astype(dtype)
+        head_DV = sharding.gathered_variable(self.head, h_BTD.dtype)
+        return jnp.dot(h_BTD, head_DV.astype(h_BTD.dtype), preferred_element_type=wide(h_BTD).dtype).astype(dtype)
 
     def __call__(
         self, tokens_BT: Int[Array, "B T"], segment_ids_BT: Int[Array, "B T"] | None = None
@@ -114,9 +126,11 @@ class MultiTokenPrediction(nnx.Module):
         """Hidden states for token t + 2 at t, from those for t + 1 and its embedding; the final norm is not applied."""
         eps, aux = self.config.norm_eps, {}
         both = [rms_norm(h_BTD, self.hidden_norm[...], eps), rms_norm(next_BTD, self.token_norm[...], eps)]
-        x = linear(jnp.concatenate(both, axis=-1), self.fuse)
+        dtype = self.config.dtypes.compute
+        x = linear(jnp.concatenate(both, axis=-1), sharding.gathered_variable(self.fuse, dtype))
         for kind, norm in (("mla", self.mixer_norm), ("moe", self.ffn_norm)):
             graphdef, state = nnx.split(getattr(self, kind))
-            y, own = nnx.merge(graphdef, layer(state, 0))(rms_norm(x, norm[...], eps), ctx)
+            state = sharding.gathered(layer(state, 0), dtype)
+            y, own = nnx.merge(graphdef, state)(rms_norm(x, norm[...], eps), ctx)
             x, aux[kind] = x + y, jax.tree.map(lambda a: a[None], own)
         return x, jax.lax.stop_gradient(aux)

@@ -5,6 +5,8 @@ algorithm 1; Kimi K3 (2607.24653), Per-Head Muon. Momentum and eps are those of 
 """
 
 import functools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +16,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from trillium_moe.model.params import wide
-from trillium_moe.optim.partition import matrix_form
+from trillium_moe.optim.partition import MatrixForm, matrix_form
+from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Float
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at 0 among quintics that keep singular values near 1 (Jordan)
@@ -73,6 +76,53 @@ def muon_update(
     return update_rms * max(g_BNM.shape[-2:]) ** 0.5 * newton_schulz(g_BNM, steps, dtype)
 
 
+def sharded_update(
+    form: MatrixForm,
+    spec: jax.sharding.PartitionSpec,
+    mesh: jax.sharding.AbstractMesh,
+    update: Callable[[Array], Array],
+    x: Float[Array, "..."],
+    *,
+    serial: int = SERIAL,
+) -> Float[Array, "..."]:
+    """`update` of the matrices of a parameter that is cut over a mesh, each matrix whole on one device.
+
+    A device holds a piece of every matrix of its batch (layers, and those heads and experts that are its own). One
+    all-to-all per cut dimension turns that into a share of the whole matrices, padded to equal shares; the iteration
+    needs no communication; the same all-to-alls turn back. Each sends what the device holds once, padding apart.
+
+    Args:
+      spec: how x lies on the mesh.
+      update: [N, n, m] -> [N, n, m], every matrix alone.
+      serial: elements above which a device's share is done a part at a time.
+    """
+    matrix_dims = form.inputs + form.outputs
+    names = lambda i: () if i >= len(spec) or spec[i] is None else (spec[i],) if isinstance(spec[i], str) else spec[i]
+    cut = [(1 + at, names(i)) for at, i in enumerate(matrix_dims) if names(i)]
+    shares = math.prod(mesh.shape[name] for _, axes in cut for name in axes)
+
+    def local(x):
+        n_batch = len(form.batch)
+        x = x.transpose(form.order)
+        batch, pieces = x.shape[:n_batch], x.shape[n_batch:]
+        y = x.reshape(-1, *pieces)
+        count = y.shape[0]
+        y = jnp.pad(y, ((0, -count % shares), *((0, 0),) * len(pieces)))
+        for dim, axes in cut:
+            y = jax.lax.all_to_all(y, axes, split_axis=0, concat_axis=dim, tiled=True)
+        whole = y.shape
+        y = y.reshape(whole[0], math.prod(whole[1 : 1 + len(form.inputs)]), -1)
+        at_once = max(1, serial // math.prod(y.shape[1:]))
+        y = update(y) if whole[0] <= at_once else jax.lax.map(lambda m: update(m[None])[0], y, batch_size=at_once)
+        y = y.reshape(whole)
+        for dim, axes in reversed(cut):
+            y = jax.lax.all_to_all(y, axes, split_axis=dim, concat_axis=0, tiled=True)
+        y = y[:count].reshape(*batch, *pieces)
+        return y.transpose(sorted(range(len(form.order)), key=form.order.__getitem__))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
 def scale_by_muon(
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -92,15 +142,21 @@ def scale_by_muon(
       serial: parameters with a layers axis and more elements than this are done one layer at a time.
     """
     lerp = functools.partial(jax.tree.map, lambda m, g: momentum * m + (1 - momentum) * g)
+    matrices_update = functools.partial(muon_update, steps=steps, update_rms=update_rms, dtype=dtype)
 
     def orthogonalise(variable: nnx.Variable) -> nnx.Variable:
         meta = variable.get_metadata()
+        axes, mesh = meta["axes"], sharding.current_mesh()
 
         def update(x, axes):
             form = matrix_form(axes, meta["muon"], meta["n_in"], per_head)
-            return form.restore(muon_update(form.matrices(x), steps, update_rms, dtype), x.shape)
+            return form.restore(matrices_update(form.matrices(x)), x.shape)
 
-        axes = meta["axes"]
+        if mesh is not None:
+            form = matrix_form(axes, meta["muon"], meta["n_in"], per_head)
+            spec = sharding.moment_spec(axes, variable.shape, mesh)
+            run = functools.partial(sharded_update, form, spec, mesh, matrices_update, serial=serial)
+            return jax.tree.map(run, variable)
         if axes[0] == "layers" and variable.size > serial:
             return jax.tree.map(lambda x: jax.lax.map(lambda y: update(y, axes[1:]), x), variable)
         return jax.tree.map(lambda x: update(x, axes), variable)

@@ -26,6 +26,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from trillium_moe.parallel import runtime
 from trillium_moe.shapes import Array, PyTree, Shaped
 
 MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # orbax writes these two last
@@ -123,12 +124,14 @@ def restore(workdir: epath.PathLike, abstract: PyTree, *, step: int | None = Non
 def set_aside(workdir: epath.PathLike, after: int) -> None:
     """Renames checkpoints newer than step `after` to `torn-<step>`, so that a resumed run can neither count them among
     the newest it keeps nor lose what may still be in them."""
-    for step in steps(workdir):
+    runtime.barrier("checkpoints read")
+    for step in steps(workdir) if runtime.is_main() else ():
         if step > after:
             target = checkpoint_dir(workdir) / f"torn-{step}"
             if target.exists():
                 target.rmtree()
             (checkpoint_dir(workdir) / str(step)).rename(target)
+    runtime.barrier("checkpoints set aside")
 
 
 def _load(path: epath.Path, step: int, abstract: PyTree, partial: bool) -> Restored:
@@ -140,7 +143,8 @@ def _load(path: epath.Path, step: int, abstract: PyTree, partial: bool) -> Resto
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or device)
         for name, leaf in _by_name(abstract).items()
     }
-    empty = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in wanted.items() if not leaf.size}
+    empty = {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+             for name, leaf in wanted.items() if not leaf.size}
     with _quiet(), _context():
         try:
             stored = dict(ocp.checkpointables_metadata(path).metadata["state"])
@@ -159,7 +163,7 @@ def _load(path: epath.Path, step: int, abstract: PyTree, partial: bool) -> Resto
     leaves = empty
     for name in list(loaded["state"]):
         original = loaded["state"].pop(name)
-        leaves[name] = jnp.copy(original)
+        leaves[name] = jax.jit(jnp.copy, out_shardings=original.sharding)(original)
         original.delete()
     _, checksums = jax.device_get(_inspect(leaves))
     saved = loaded["host"]["checksums"]

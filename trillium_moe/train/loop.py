@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from absl import logging
 from etils import epath
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from trillium_moe.config import Config, ConfigError, TrainConfig, check, load_config, save_config
@@ -30,12 +31,15 @@ from trillium_moe.data.sources import make_source, order0_entropy
 from trillium_moe.data.tokenizer import make_tokenizer
 from trillium_moe.evals.heldout import heldout
 from trillium_moe.infer.generate import LoadedModel, Sampling, generate
+from trillium_moe.parallel import runtime
+from trillium_moe.parallel.mesh import check_mesh, make_mesh
+from trillium_moe.parallel.sharding import batch_spec, state_shardings, with_shardings
 from trillium_moe.shapes import PyTree
 from trillium_moe.train import checkpoint
 from trillium_moe.train.checkpoint import NonFiniteError
 from trillium_moe.train.metrics import MetricWriter, start_fetch
 from trillium_moe.train.report import write_facts, write_report
-from trillium_moe.train.state import init_state
+from trillium_moe.train.state import abstract_state, init_state
 from trillium_moe.train.step import make_eval_step, make_train_step
 
 WATCHED = ("train/loss", "train/grad_norm")  # fetched at every step; either one not finite ends the run
@@ -43,7 +47,8 @@ WATCHED = ("train/loss", "train/grad_norm")  # fetched at every step; either one
 # Keys that may change between the parts of one run: they decide how long it is and what it writes. A new train.steps
 # changes the learning-rate schedule from the resumed step on.
 RESUMABLE = ("name", "train.steps", "train.log_every", "train.eval_every", "train.eval_batches",
-             "train.checkpoint_every", "train.keep", "train.sample_tokens")
+             "train.checkpoint_every", "train.keep", "train.sample_tokens",
+             "mesh.replica", "mesh.data", "mesh.context", "mesh.expert", "mesh.model")
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Task:
     batches: Iterator  # with get_state() and set_state(state), JSON values
     evaluate: Callable[[PyTree], dict[str, float]]  # held-out metrics of a state
     tokens_per_step: int
+    shardings: PyTree | None = None  # of the state, which is made and restored so; None: on one device
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
         state, start = _restore_or_init(config, workdir, task)
         checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, config.keep))
         writer = stack.enter_context(MetricWriter(workdir, start))
+        progress = progress and runtime.is_main()
         bar = stack.enter_context(tqdm(total=config.steps, initial=start, unit="step", disable=not progress,
                                        dynamic_ncols=True, mininterval=0.5))
 
@@ -109,7 +116,7 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
 
         bar.set_postfix_str("compiling")
         step, saved = start, start or None
-        while step < config.steps and not stop:
+        while step < config.steps and not runtime.must_stop(stop, step):
             batch = next(task.batches)
             state, metrics = task.step(state, batch)
             start_fetch(metrics)
@@ -132,8 +139,9 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
             checkpoint.save(checkpoints, step, state, task.batches.get_state())
     finished = step >= config.steps
     if not finished:
-        print(f"stopped by {stop[0]} after step {step}: saved to {checkpoint.checkpoint_dir(workdir) / str(step)}; "
-              "the same command resumes", file=sys.stderr)
+        path = checkpoint.checkpoint_dir(workdir) / str(step)
+        print(f"stopped by {stop[0] if stop else 'SIGTERM'} after step {step}: saved to {path}; the same command "
+              "resumes", file=sys.stderr)
     return Outcome(step, state, finished, seen)
 
 
@@ -144,29 +152,38 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
       ConfigError: for a config that cannot work, or a workdir that holds a run of another one.
       CheckpointError, NonFiniteError: as `fit`.
     """
+    mesh = make_mesh(config.mesh)
+    check_mesh(config, mesh.shape)
     check_same_run(config, workdir)
     epath.Path(workdir).mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(config.data, workdir)
-    host, hosts = jax.process_index(), jax.process_count()
-    batches = make_pipeline(config, "train", workdir, tokenizer=tokenizer, host=host, hosts=hosts)
-    held = make_pipeline(config, "heldout", workdir, tokenizer=tokenizer, host=host, hosts=hosts, threads=0)
-    save_config(config, workdir)  # only now that the data exist
-    write_facts(workdir, config, order0_bits_per_byte=_order0(config))
-    eval_step = make_eval_step(config)
+    layout, rows = NamedSharding(mesh, batch_spec()), config.data.batch_size
+    own_rows = runtime.local_rows(layout, rows)
+    with runtime.main_first("data"):  # process 0 trains the tokenizer and fills the token cache
+        tokenizer = make_tokenizer(config.data, workdir)
+        batches = make_pipeline(config, "train", workdir, tokenizer=tokenizer, local=own_rows)
+        held = make_pipeline(config, "heldout", workdir, tokenizer=tokenizer, threads=0)
+        if runtime.is_main():
+            save_config(config, workdir)  # only now that the data exist
+            write_facts(workdir, config, order0_bits_per_byte=_order0(config))
+    eval_step = make_eval_step(config, mesh)
 
     def evaluate(state) -> dict[str, float]:
         return heldout(eval_step, state.params, state.router_bias, iter(held), tokenizer.token_bytes,
-                       config.train.eval_batches)
+                       config.train.eval_batches, lambda batch: runtime.place(batch, layout, range(rows), rows))
 
     task = Task(
         init=lambda: init_state(config),
-        step=make_train_step(config),
-        batches=iter(batches),
+        step=make_train_step(config, mesh),
+        batches=runtime.Placed(iter(batches), layout, own_rows, rows),
         evaluate=evaluate,
         tokens_per_step=config.data.batch_size * config.data.seq_len,
+        shardings=state_shardings(abstract_state(config), mesh),
     )
     outcome = fit(config.train, workdir, task, progress=progress)
-    if outcome.finished and config.train.sample_tokens:
+    if not runtime.is_main():
+        return outcome
+    # a process cannot run the model alone; `experiments.generate` samples from the checkpoint
+    if outcome.finished and config.train.sample_tokens and jax.process_count() == 1:
         model = LoadedModel(config, outcome.step, outcome.state.params, outcome.state.router_bias, tokenizer)
         (epath.Path(workdir) / "sample.txt").write_text(_sample(model))
     report = write_report(workdir)
@@ -219,8 +236,11 @@ def _restore_or_init(config: TrainConfig, workdir: epath.PathLike, task: Task) -
     if not checkpoint.steps(workdir):
         # it runs once, and XLA's CPU backend takes five times longer to optimise it than not to
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(task.init, compiler_options=options)(), 0
-    restored = checkpoint.restore(workdir, jax.eval_shape(task.init))
+        return jax.jit(task.init, out_shardings=task.shardings, compiler_options=options)(), 0
+    abstract = jax.eval_shape(task.init)
+    if task.shardings is not None:
+        abstract = with_shardings(abstract, task.shardings)
+    restored = checkpoint.restore(workdir, abstract)
     checkpoint.set_aside(workdir, after=restored.step)
     task.batches.set_state(restored.data_state)
     logging.info("resumed step %d from %s", restored.step, workdir)
@@ -236,7 +256,8 @@ def _not_finite(step: int, name: str, value: float, saved: int | None) -> str:
 def stop_signals() -> Iterator[list[str]]:
     """Yields a list that receives the name of the first SIGTERM or SIGINT. A second one acts at once, as usual.
 
-    Outside the main thread, where Python allows no handlers, the list stays empty.
+    Outside the main thread, where Python allows no handlers, the list stays empty. So it does with several processes:
+    JAX's own handler sees to it that SIGTERM stops all of them at the same step (`runtime.must_stop`).
     """
     names: list[str] = []
     previous: dict[int, Any] = {}
@@ -250,7 +271,7 @@ def stop_signals() -> Iterator[list[str]]:
         restore()
 
     with contextlib.suppress(ValueError):
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else ():
             previous[number] = signal.signal(number, handle)
     try:
         yield names

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from trillium_moe.model.context import Context
 from trillium_moe.model.params import wide
 from trillium_moe.model.trillium import Trillium
+from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Float, Int
 
 LOGITS_AT_ONCE = 1 << 28  # elements of a logits chunk: 1 GiB in float32
@@ -24,20 +25,28 @@ def nll_sum(
     model: Trillium, h_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"], weights_BT: Float[Array, "B T"]
 ) -> Float[Array, ""]:
     """Sum over tokens of weight * nats, through the model's head; logits are recomputed in the backward."""
-    M = targets_BT.size
-    n_chunks = max(1, -(-M * model.config.vocab_size // LOGITS_AT_ONCE))
-    while M % n_chunks:
+    M, mesh = targets_BT.size, sharding.current_mesh()
+    devices, context = (mesh.size, mesh.shape["context"]) if mesh else (1, 1)
+    length = M if mesh is None else targets_BT.shape[1] // context
+    n_chunks = max(1, -(-M * model.config.vocab_size // (LOGITS_AT_ONCE * devices)))
+    while length % n_chunks:
         n_chunks += 1
 
     @jax.checkpoint
-    def chunk(h_MD, targets_M, weights_M):
-        return jnp.sum(weights_M * cross_entropy(model.logits(h_MD), targets_M))
+    def chunk(h, targets, weights):
+        return jnp.sum(weights * cross_entropy(model.logits(h), targets))
 
-    parts = (h_BTD.reshape(M, -1), targets_BT.reshape(M), weights_BT.reshape(M))
+    def split(x):
+        if mesh is None:
+            return x.reshape(n_chunks, -1, *x.shape[2:])
+        # [B,T] -> [chunk,B,context,t]: each device chunks its own tokens, nothing moves
+        x = x.reshape(x.shape[0], context, n_chunks, -1, *x.shape[2:])
+        return sharding.constrain(jnp.moveaxis(x, 2, 0), sharding.P(None, sharding.BATCH, "context"))
+
+    parts = jax.tree.map(split, (h_BTD, targets_BT, weights_BT))
     if n_chunks == 1:
-        return chunk(*parts)
-    split = jax.tree.map(lambda x: x.reshape(n_chunks, -1, *x.shape[1:]), parts)
-    total, _ = jax.lax.scan(lambda total, xs: (total + chunk(*xs), None), jnp.zeros((), wide(h_BTD).dtype), split)
+        return chunk(*jax.tree.map(lambda x: x[0], parts))
+    total, _ = jax.lax.scan(lambda total, xs: (total + chunk(*xs), None), jnp.zeros((), wide(h_BTD).dtype), parts)
     return total
 
 

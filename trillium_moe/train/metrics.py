@@ -31,9 +31,15 @@ def is_timing(name: str) -> bool:
 
 
 class MetricWriter:
-    """Appends to the files of one run. `step` counts optimizer steps done; a resumed run passes its checkpoint's."""
+    """Appends to the files of one run, from process 0; on others it does nothing.
+
+    `step` counts optimizer steps done; a resumed run passes its checkpoint's.
+    """
 
     def __init__(self, workdir: epath.PathLike, resume_step: int = 0):
+        self._main = jax.process_index() == 0
+        if not self._main:
+            return
         self._workdir = epath.Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
         _truncate(self._workdir, resume_step)
@@ -42,6 +48,8 @@ class MetricWriter:
 
     def write(self, step: int, values: Mapping[str, Any], arrays: bool = True) -> None:
         """Writes one step. Scalars go to the line; values with axes go to the .npz if `arrays`."""
+        if not self._main:
+            return
         values = {name: np.asarray(value) for name, value in jax.device_get(dict(values)).items()}
         scalars = {name: value.item() for name, value in sorted(values.items()) if value.ndim == 0}
         self._lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **scalars}) + "\n")
@@ -58,11 +66,15 @@ class MetricWriter:
 
     def sync(self) -> None:
         """Forces the lines to disk. Called before a checkpoint, whose metrics must not be lost with the machine."""
+        if not self._main:
+            return
         self._lines.flush()
         os.fsync(self._lines.fileno())
         self._tensorboard.flush()
 
     def close(self) -> None:
+        if not self._main:
+            return
         self._lines.close()
         self._tensorboard.close()
 

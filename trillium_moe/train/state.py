@@ -54,6 +54,12 @@ def model_def(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     return graphdef, params, bias
 
 
+@functools.cache
+def abstract_state(config: Config) -> TrainState:
+    """`init_state` as shapes with metadata."""
+    return jax.eval_shape(lambda: init_state(config))
+
+
 def optimizer(config: Config) -> optax.GradientTransformation:
     """The optimizer of the run."""
     return make_optimizer(config.optim, config.train.steps, model_def(config.model)[1])

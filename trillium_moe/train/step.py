@@ -10,15 +10,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from trillium_moe.config import Config, ModelConfig
 from trillium_moe.model.context import Context
 from trillium_moe.model.router import next_bias
 from trillium_moe.optim.qk_clip import qk_clip
+from trillium_moe.parallel import sharding
+from trillium_moe.parallel.expert import reduce_stats
 from trillium_moe.shapes import Array, Int, PyTree
 from trillium_moe.train.loss import loss_sum, nll_sum
 from trillium_moe.train.schedule import make_schedule
-from trillium_moe.train.state import TrainState, model_def, optimizer
+from trillium_moe.train.state import TrainState, abstract_state, model_def, optimizer
 
 Batch = dict[str, Array]
 
@@ -48,9 +52,11 @@ def value_and_grad(config: ModelConfig, n_micro: int) -> Callable:
     def run(params: nnx.State, bias: nnx.State, batch: Batch):
         total = jnp.maximum(batch["weights"].sum(), 1)
         if n_micro == 1:
-            grads, out = gradient(params, bias, batch, total)
-            return out, grads
-        parts = jax.tree.map(lambda x: x.reshape(n_micro, -1, *x.shape[1:]), batch)
+            grads, (nll, aux) = gradient(params, bias, batch, total)
+            return (nll, reduce_stats(aux)), grads
+        split = lambda x: x.reshape(n_micro, -1, *x.shape[1:])
+        spec = P(None, *sharding.batch_spec())  # every part over all devices: only token ids move
+        parts = jax.tree.map(lambda x: sharding.constrain(split(x), spec), batch)
         first = jax.tree.map(lambda x: x[0], parts)
         shapes = jax.eval_shape(gradient, params, bias, first, total)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -64,8 +70,10 @@ def value_and_grad(config: ModelConfig, n_micro: int) -> Callable:
             aux = by_name(lambda name, a, b: REDUCE.get(name, jnp.add)(a, b), aux, new_aux)
             return (jax.tree.map(jnp.add, grads, new_grads), nll + new_nll, aux), None
 
+        grads = sharding.stored(grads)
         (grads, nll, aux), _ = jax.lax.scan(body, (grads, nll, aux), parts)
-        return (nll, by_name(lambda name, a: a / n_micro if name in MEANS else a, aux)), grads
+        aux = by_name(lambda name, a: a / n_micro if name in MEANS else a, aux)
+        return (nll, reduce_stats(aux)), grads
 
     return run
 
@@ -101,6 +109,8 @@ def summarise(config: ModelConfig, aux: dict, router_bias: nnx.State, n_tokens: 
         out["router/floor"] = jnp.sqrt(2 * jnp.log(config.moe.n_experts) / q)
         out["router/load_LE"] = load
         out["router/bias_LE"] = router_bias["moe"]["bias"][...]
+        if "dropped" in aux["moe"]:
+            out["router/dropped"] = aux["moe"]["dropped"].sum()
         if "aux_loss" in aux["moe"]:
             out["router/aux_loss"] = aux["moe"]["aux_loss"].mean()
     if "kda" in aux:
@@ -113,12 +123,24 @@ def summarise(config: ModelConfig, aux: dict, router_bias: nnx.State, n_tokens: 
     return out
 
 
-def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
-    """The jitted step. The state is donated; metrics stay on the device until somebody reads them."""
+def make_train_step(
+    config: Config, mesh: Mesh | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+    """The jitted step. The state is donated; metrics stay on the device until somebody reads them.
+
+    Args:
+      mesh: of a run over several devices; the state then comes and goes as `state_shardings` says, and every device
+        (hence every process) holds the metrics. None: whatever device the arguments are on.
+    """
     tx, schedule = optimizer(config), make_schedule(config.optim, config.train.steps)
     gradients = value_and_grad(config.model, config.train.micro_batches)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    placed = {}
+    if mesh is not None:
+        placed = {"out_shardings": (sharding.state_shardings(abstract_state(config), mesh), NamedSharding(mesh, P()))}
+
+    @functools.partial(jax.jit, donate_argnums=0, **placed)
+    @in_mesh(mesh)
     def train_step(state: TrainState, batch: Batch):
         (nll, aux), grads = gradients(state.params, state.router_bias, batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -136,11 +158,28 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     return train_step
 
 
-def make_eval_step(config: Config) -> Callable[[nnx.State, nnx.State, Batch], dict[str, Array]]:
+def in_mesh(mesh: Mesh | None) -> Callable[[Callable], Callable]:
+    """Decorates a function to be jitted: it is traced with the mesh in context, whoever calls it."""
+    def decorate(f):
+        @functools.wraps(f)
+        def run(*args):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return f(*args)
+
+        return run if mesh is not None else f
+
+    return decorate
+
+
+def make_eval_step(
+    config: Config, mesh: Mesh | None = None
+) -> Callable[[nnx.State, nnx.State, Batch], dict[str, Array]]:
     """f(params, router_bias, batch) -> {"nll": summed nats, "weight": summed weights}, jitted. Nothing is updated."""
     graphdef = model_def(config.model)[0]
+    placed = {} if mesh is None else {"out_shardings": NamedSharding(mesh, P())}
 
-    @jax.jit
+    @functools.partial(jax.jit, **placed)
+    @in_mesh(mesh)
     def eval_step(params: nnx.State, router_bias: nnx.State, batch: Batch):
         model = nnx.merge(graphdef, params, router_bias)
         h, _ = model.hidden(batch["tokens"], Context(batch["segment_ids"]))

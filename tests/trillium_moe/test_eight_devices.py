@@ -1,0 +1,27 @@
+"""Runs tests/eight_devices in a process with 8 simulated CPU devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(marker):
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider",
+                           "tests/eight_devices"], cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_on_eight_devices():
+    run("not slow")
+
+
+@pytest.mark.slow
+def test_slow_ones_on_eight_devices():
+    run("slow")

@@ -1,0 +1,268 @@
+"""Mixers on shards: sequences cut over the context axis, heads over the model axis.
+
+KDA needs of the tokens to the left only the state they leave. A device's tokens change the state by an affine map
+(M, N), so every device computes its own map, one all-gather of fixed size (K x (K + V) float32 numbers per head,
+whatever the length) shares them, and each device folds the maps to its left and runs its tokens once, from the right
+state (Kimi K3, KCP; flash-linear-attention #691). The backward is the same with the transposed maps.
+
+The short convolution needs the last taps - 1 tokens of the left neighbour.
+
+MLA needs every earlier token. What is gathered is the latent (kv_lora_rank + rope_dim numbers per token), never heads;
+keys and values are expanded from it a block at a time. Under a causal mask the last device would have all the work, so
+with an even number of devices queries are exchanged in half shards: device i computes halves i and 2 R - 1 - i of 2 R.
+With an odd number they stay, and the last device sets the pace.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import attention
+from pallas_kernels.attention.blocks import attend, block_size, keys_at_once
+from pallas_kernels.kda import affine
+from pallas_kernels.kda import kda as kda_op
+from trillium_moe.parallel.manual import layout
+from trillium_moe.shapes import Array, Float, Int
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+# --- KDA
+
+
+def kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    *,
+    initial_state: Float[Array, "B H K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    g_min: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """`pallas_kernels.kda` under the current mesh: arguments and results as there, with one state per row."""
+    where = layout(*q.shape[:2])
+    if where is None:
+        return kda_op(
+            q, k, v, g, beta,
+            initial_state=initial_state, segment_ids=segment_ids, g_min=g_min, implementation=implementation,
+        )  # fmt: skip
+    B, _, H, K = q.shape
+    if initial_state is None:
+        initial_state = jnp.zeros((B, H, K, v.shape[-1]), g.dtype)
+    heads = where.divides("model", H)
+    tokens, state = where.tokens(heads), where.rows(heads)
+    settings = (g_min, implementation)
+
+    def shard(inputs, entry, ids):
+        if where.context:
+            return _chained_kda(where.context, settings, inputs, entry, ids)
+        return _kda(settings, inputs, entry, ids)
+
+    run = where.shard(shard, ((tokens,) * 5, state, where.tokens()), (tokens, state))
+    return run((q, k, v, g, beta), initial_state, segment_ids)
+
+
+def _kda(settings, inputs, entry, ids):
+    g_min, implementation = settings
+    return kda_op(*inputs, initial_state=entry, segment_ids=ids, g_min=g_min, implementation=implementation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chained_kda(axis, settings, inputs, initial, ids):
+    """One shard's outputs, and the state after the last token of the whole row."""
+    entry, final, _, _ = _entry_state(axis, settings, inputs, initial, ids)
+    return _kda(settings, inputs, entry, ids)[0], final
+
+
+def _entry_state(axis, settings, inputs, initial, ids):
+    """The state before this shard's first token, the one after the row's last, and what the backward folds with."""
+    _, k, v, g, beta = inputs
+    maps = jnp.concatenate(affine.affine_map(k, v, g, beta, segment_ids=ids, g_min=settings[0]), axis=-1)
+    M, N = jnp.split(jax.lax.all_gather(maps, axis), [k.shape[-1]], axis=-1)
+    index, links = jax.lax.axis_index(axis), _links(axis, ids, M.shape[:2])
+
+    def step(carry, xs):
+        (state, own), (i, M, N, link) = carry, xs
+        entry = jnp.where(link, state, 0)
+        state = jnp.einsum("bhkj,bhjv->bhkv", M, entry, precision=HIGHEST) + N
+        return (state, jnp.where(i == index, entry, own)), None
+
+    (final, entry), _ = jax.lax.scan(step, (initial, initial), (jnp.arange(len(M)), M, N, links))
+    return entry, final, M, links
+
+
+def _chained_fwd(axis, settings, inputs, initial, ids):
+    entry, final, M, links = _entry_state(axis, settings, inputs, initial, ids)
+    (o, _), vjp = jax.vjp(lambda inputs, entry: _kda(settings, inputs, entry, ids), inputs, entry)
+    return (o, final), (inputs, M, links, vjp, ids)
+
+
+def _chained_bwd(axis, settings, saved, cotangents):
+    inputs, M, links, vjp, ids = saved
+    d_o, d_final = cotangents
+    scale, index = inputs[0].shape[-1] ** -0.5, jax.lax.axis_index(axis)
+    E = affine.entry_adjoint(*inputs, d_o, scale=scale, segment_ids=ids, g_min=settings[0])
+
+    def step(carry, xs):
+        (d_exit, own), (i, M, E, link) = carry, xs
+        d_entry = jnp.einsum("bhjk,bhjv->bhkv", M, d_exit, precision=HIGHEST) + E
+        return (jnp.where(link, d_entry, 0), jnp.where(i == index, d_exit, own)), None
+
+    # every device returned the same final state and holds a share of its gradient
+    d_final = jax.lax.psum(d_final, axis)
+    shards = (jnp.arange(len(M)), M, jax.lax.all_gather(E, axis), links)
+    (d_initial, d_exit), _ = jax.lax.scan(step, (d_final, d_final), shards, reverse=True)
+    d_inputs, _ = vjp((d_o, d_exit))
+    # the initial state is one array on all devices: their gradients are added up
+    return d_inputs, jnp.where(index == 0, d_initial, 0), None
+
+
+_chained_kda.defvjp(_chained_fwd, _chained_bwd)
+
+
+def _links(axis, ids_BT, shape):
+    """[R, B, 1, 1, 1]: whether a shard's first token is of the document that ended the shard before."""
+    if ids_BT is None:
+        return jnp.ones((*shape, 1, 1, 1), bool)
+    first, last = jax.lax.all_gather(jnp.stack([ids_BT[:, 0], ids_BT[:, -1]]), axis).swapaxes(0, 1)
+    links = jnp.concatenate([jnp.ones_like(first[:1], bool), first[1:] == last[:-1]])
+    return links[..., None, None, None]
+
+
+# --- short convolution
+
+
+def with_halo(conv, x_BTHK: Array, weight_HKC: Array, segment_ids: Array | None) -> Array:
+    """A causal convolution conv(x, weight, segment_ids) of C taps, under the current mesh.
+
+    Raises:
+      ValueError: a shard has fewer than C - 1 tokens.
+    """
+    B, T, H, _ = x_BTHK.shape
+    where, reach = layout(B, T), weight_HKC.shape[-1] - 1
+    if where is None or where.context is None or reach == 0:
+        return conv(x_BTHK, weight_HKC, segment_ids)
+    axis, size = where.context, where.size(where.context)
+    if T // size < reach:
+        raise ValueError(
+            f"{T} tokens over mesh.context={size} leave {T // size} a device, fewer than the convolution's "
+            f"{reach} past taps; use at least {size * reach} tokens"
+        )
+    to_right = [(i, i + 1) for i in range(size - 1)]
+
+    def shard(x, weight, ids):
+        x = jnp.concatenate([jax.lax.ppermute(x[:, -reach:], axis, to_right), x], axis=1)
+        if ids is not None:
+            left = jax.lax.ppermute(ids[:, -reach:], axis, to_right)
+            left = jnp.where(jax.lax.axis_index(axis) == 0, -1, left)  # id -1: no document reaches before the row
+            ids = jnp.concatenate([left, ids], axis=1)
+        return conv(x, weight, ids)[:, reach:]
+
+    heads = where.divides("model", H)
+    specs = (where.tokens(heads), jax.P(heads), where.tokens())
+    return where.shard(shard, specs, where.tokens(heads))(x_BTHK, weight_HKC, segment_ids)
+
+
+# --- MLA
+
+
+def latent_attention(
+    q: Float[Array, "B T H K"],
+    latent: Float[Array, "B T R"],
+    k_rope: Float[Array, "B T P"],
+    k_up: Float[Array, "R H N"],
+    v_up: Float[Array, "R H V"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
+    """Causal attention with keys [latent k_up, k_rope] and values latent v_up, under the current mesh.
+
+    Args:
+      q: queries, K = N + P.
+      latent: normed latents.
+      k_rope: the key part that all heads share, rotated already.
+      scale, segment_ids, implementation: see `pallas_kernels.attention`. Cut over context, attention has one
+        implementation.
+
+    Returns:
+      Outputs, at least float32, and the largest scaled logit of each head over all tokens.
+    """
+    B, T, H, _ = q.shape
+    where = layout(B, T)
+
+    def whole(q, latent, k_rope, k_up, v_up, ids):
+        k, v = _expand((k_up, v_up), (latent, k_rope))
+        return attention(q, k, v, scale=scale, segment_ids=ids, implementation=implementation)
+
+    args = (q, latent, k_rope, k_up, v_up, segment_ids)
+    if where is None:
+        return whole(*args)
+
+    def shard(*args):
+        run = functools.partial(_cut_attention, where.context, scale) if where.context else whole
+        o, highest = run(*args)
+        highest = jax.lax.stop_gradient(highest)
+        return o, jax.lax.pmax(highest, where.token_axes) if where.token_axes else highest
+
+    heads = where.divides("model", H)
+    per_head, tokens, weight = where.tokens(heads), where.tokens(), jax.P(None, heads)
+    specs = (per_head, tokens, tokens, weight, weight, tokens)
+    return where.shard(shard, specs, (per_head, jax.P(heads)))(*args)
+
+
+def _expand(weights, source):
+    """Keys and values of some tokens, from their latents."""
+    (k_up, v_up), (latent, k_rope) = weights, source
+    heads = lambda w: jnp.einsum("btr,rhk->bthk", latent, w.astype(latent.dtype))
+    shared = jnp.broadcast_to(k_rope[:, :, None], (*k_rope.shape[:2], k_up.shape[1], k_rope.shape[-1]))
+    return jnp.concatenate([heads(k_up), shared], axis=-1), heads(v_up)
+
+
+def _cut_attention(axis, scale, q, latent, k_rope, k_up, v_up, ids):
+    B, t, H, _ = q.shape
+    ids = jnp.zeros((B, t), jnp.int32) if ids is None else ids
+    gather = lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True)
+    index = jax.lax.axis_index(axis)
+    balanced = jax.lax.axis_size(axis) % 2 == 0 and t % 2 == 0
+    if balanced:
+        runs, rows = _to_halves(axis, q), _to_halves(axis, ids)
+        pair = jnp.stack([index, 2 * jax.lax.axis_size(axis) - 1 - index])
+        start = jnp.where(index % 2 == 0, pair, pair[::-1]) * (t // 2)
+    else:
+        runs, rows, start = q[None], ids[None], index[None] * t
+    o, highest = attend(
+        _expand, runs, start, rows, (k_up, v_up), (gather(latent), gather(k_rope)), gather(ids),
+        scale=scale, block=block_size(t, keys_at_once(B, runs.shape[2], H)),
+    )  # fmt: skip
+    return (_from_halves(axis, o) if balanced else o[0]), highest
+
+
+def _half_routes(R):
+    """Where a device's first and second half shards go. Half h of 2 R belongs to device min(h, 2 R - 1 - h).
+
+    R is even, so either list is a permutation, and even devices receive a low half by the first one.
+    """
+    owner = lambda h: min(h, 2 * R - 1 - h)
+    return [[(i, owner(2 * i + s)) for i in range(R)] for s in (0, 1)]
+
+
+def _to_halves(axis, x_BT):
+    """[B, t, ..] -> [2, B, t / 2, ..], one low and one high half of the sequence, in the order they arrive."""
+    halves = jnp.split(x_BT, 2, axis=1)
+    routes = _half_routes(jax.lax.axis_size(axis))
+    return jnp.stack([jax.lax.ppermute(x, axis, route) for x, route in zip(halves, routes)])
+
+
+def _from_halves(axis, x_GBT):
+    """Undoes `_to_halves`."""
+    routes = _half_routes(jax.lax.axis_size(axis))
+    back = lambda x, route: jax.lax.ppermute(x, axis, [(j, i) for i, j in route])
+    return jnp.concatenate([back(x, route) for x, route in zip(x_GBT, routes)], axis=1)
