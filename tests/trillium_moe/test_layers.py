@@ -129,8 +129,16 @@ def test_short_conv_restarts_at_documents():
     for b, t, s in np.ndindex(2, 11, 4):
         if t - s >= 0 and ids[b, t - s] == ids[b, t]:
             expected[b, t] += w[..., 3 - s] * x[b, t - s]
-    got = short_conv(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), jnp.asarray(ids))
+    d, d_x, d_w = rng.normal(size=x.shape), np.zeros_like(x), np.zeros_like(w)
+    for b, t, s in np.ndindex(2, 11, 4):
+        if t - s >= 0 and ids[b, t - s] == ids[b, t]:
+            d_x[b, t - s] += w[..., 3 - s] * d[b, t]
+            d_w[..., 3 - s] += x[b, t - s] * d[b, t]
+    single = lambda x: jnp.asarray(x, jnp.float32)
+    got, vjp = jax.vjp(lambda x, w: short_conv(x, w, jnp.asarray(ids)), single(x), single(w))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    for mine, true in zip(vjp(single(d)), (d_x, d_w)):
+        np.testing.assert_allclose(mine, true, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_and_rotation():

@@ -73,7 +73,7 @@ def test_masked_documents():
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 def test_batches_are_rows_in_order_whatever_the_batch_size(packing):
     reference = make(packing=packing).rows
-    for batch_size in (2, 4, 8):
+    for batch_size in (1, 2, 4, 8):
         for threads in (0, 1):
             pipeline = make(batch_size=batch_size, packing=packing, threads=threads)
             rows = joined(take(iter(pipeline), 48 // batch_size))

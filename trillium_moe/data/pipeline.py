@@ -19,7 +19,6 @@ import io
 import itertools
 import os
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,6 +39,9 @@ from trillium_moe.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
 from trillium_moe.shapes import Shaped
 
 Batch = dict[str, Shaped[np.ndarray, "B T"]]
+
+# Rows that an endless split counts: more than any run reads, and grain adds to lengths in 64-bit integers.
+ENDLESS = 1 << 48
 
 _ROWS = {"concat": ConcatRows, "first_fit": FirstFitRows}
 
@@ -150,7 +152,7 @@ class Pipeline:
     def __len__(self) -> int:
         if self.rows.epochs:
             return -(-len(self.rows) // self.batch_size)
-        return sys.maxsize // self.batch_size
+        return ENDLESS // self.batch_size
 
     def _row(self, i: int) -> Row:
         """Row i of those that this process reads."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,10 +69,14 @@ def initialize(
     if not any(given) and not is_cluster():
         return
     who = f"process {process_id} of {num_processes} at {coordinator}" if any(given) else "this process"
+    began = time.monotonic()
     try:
+        if process_id > 0:
+            _await(coordinator, timeout)  # JAX's client ends the process by a signal when nobody answers
         jax.distributed.initialize(
             coordinator or None, num_processes or None, process_id if process_id >= 0 else None,
-            initialization_timeout=timeout, heartbeat_timeout_seconds=heartbeat_timeout, shutdown_timeout_seconds=60,
+            initialization_timeout=max(1, timeout - int(time.monotonic() - began)),
+            heartbeat_timeout_seconds=heartbeat_timeout, shutdown_timeout_seconds=60,
         )  # fmt: skip
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -78,6 +84,20 @@ def initialize(
             f"{who} did not find the others within {timeout} s ({type(error).__name__}: {reason}); check that every "
             "process was started with the same coordinator and number of processes, that the coordinator's port is "
             "open, or raise --init_timeout") from error
+
+
+def _await(address: str, timeout: float) -> None:
+    """Waits until something listens at host:port. Raises OSError after `timeout` seconds."""
+    host, _, port = address.rpartition(":")
+    last = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > last:
+                raise
+            time.sleep(0.2)
 
 
 def is_main() -> bool:
