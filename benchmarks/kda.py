@@ -1,23 +1,53 @@
 """KDA forward and backward against the floors and against flash-linear-attention: python -m benchmarks.kda --help
 
 Both sides get the same work: normalised q and k, log decays in float32, beta after its sigmoid, bfloat16 q, k, v, heads
-of 128 x 128, no initial state, final state returned. fla (Triton) runs in a process of its own, if torch and fla are
-there; its first call tunes itself for minutes. Tensors are far larger than the L2 cache, so it is not flushed.
+of 128 x 128, no initial state, final state returned. With --gated ours starts from raw projections (`kda_gated`).
+fla (Triton) runs in a process of its own, if torch and fla are there. It tunes itself for minutes: one process per kind
+of shape compiles its kernels first, all at once, and what they chose is forgotten, so that it chooses again on an idle
+card. Tensors are far larger than the L2 cache, so it is not flushed.
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")  # a million tokens need 99 GiB
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rival needs memory too
 
 D, C = 128, 64
 FLOPS, BYTES = 790e12, 4.3e12  # what one H200 reached in large bf16 matrix products and copies
+
+
+PACKED = (1300, 547, 2048, 963, 271, 3063)
+SHAPES = "1,8192,96;1,8192,32;4,8192,32;1,65536,32;packed,96;1,1048576,32"
+RIVAL = "1,8192,96;1,8192,32;4,8192,32;1,65536,32;packed,96"  # it has no room for a million tokens
+
+
+class Shape(NamedTuple):
+    B: int
+    T: int
+    H: int
+    lengths: tuple[int, ...] = ()  # of the documents packed into each row
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """B,T,H or packed,H."""
+        *BT, H = text.split(",")
+        return cls(1, sum(PACKED), int(H), PACKED) if BT == ["packed"] else cls(*map(int, BT), int(H))
+
+    @property
+    def title(self) -> str:
+        return f"B{self.B} T{self.T} H{self.H}" + (f" documents {self.lengths}" if self.lengths else "")
+
+    def __str__(self) -> str:
+        return f"{'packed,' if self.lengths else f'{self.B},{self.T},'}{self.H}"
 
 
 def work(B: int, T: int, H: int) -> dict[str, tuple[float, float]]:
@@ -38,64 +68,73 @@ def work(B: int, T: int, H: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def times_jax(B: int, T: int, H: int, documents: int, implementation: str | None, repeats: int):
-    """Milliseconds of the forward pass and of forward and backward, and seconds of the first call of both."""
+def times_jax(shape: Shape, implementation: str | None, gated: bool, repeats: int) -> dict[str, float]:
+    """Milliseconds of the forward pass and of forward and backward, seconds of the first call of both, GiB."""
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.kda import kda
+    from pallas_kernels.kda import kda, kda_gated
 
+    B, T, H, lengths = shape
     keys = jax.random.split(jax.random.key(0), 6)
-    normal = lambda i: jax.random.normal(keys[i], (B, T, H, D))
-    unit = lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
-    q, k, v, d_o = unit(normal(0)), unit(normal(1)), *(normal(i).astype(jnp.bfloat16) for i in (2, 3))
-    g = -5 * jax.nn.sigmoid(2 * normal(4) - 4)
-    beta = jax.nn.sigmoid(jax.random.normal(keys[5], (B, T, H)))
-    ids = jnp.broadcast_to(jnp.arange(T) * documents // T, (B, T)) if documents > 1 else None
-    op = lambda *x: kda(*x, segment_ids=ids, implementation=implementation)
+    drawn = T if T % (1 << 16) else 1 << 16  # tokens; longer rows repeat them
 
     @jax.jit
+    def normal(key):
+        return jnp.tile(jax.random.normal(key, (B, drawn, H, D), jnp.bfloat16), (1, T // drawn, 1, 1))
+
+    @jax.jit
+    def unit(key):
+        x = normal(key)
+        norm = jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True))
+        return (x / norm).astype(jnp.bfloat16)
+
+    ids = jnp.broadcast_to(jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths)), (B, T)) if lengths else None
+    beta = jax.random.normal(keys[5], (B, T, H), jnp.bfloat16)
+    q, k, v, d_o = unit(keys[0]), unit(keys[1]), normal(keys[2]), normal(keys[3])
+    if gated:
+        rest = (normal(keys[4]), beta, jnp.full((H,), 0.7), jnp.full((H, D), -2.0))
+        op = lambda *x: kda_gated(*x, segment_ids=ids, implementation=implementation)
+    else:
+        decay = jax.jit(lambda key: -5 * jax.nn.sigmoid(2 * normal(key).astype(jnp.float32) - 4))
+        rest = (decay(keys[4]), jax.nn.sigmoid(beta.astype(jnp.float32)))
+        op = lambda *x: kda(*x, segment_ids=ids, implementation=implementation)
+
     def both(d_o, *x):
         (o, state), vjp = jax.vjp(op, *x)
         return o, vjp((d_o, jnp.zeros_like(state)))
 
     def median(f, *x):
         start = time.perf_counter()
+        f = jax.jit(f).lower(*x).compile()
         jax.block_until_ready(f(*x))
         first = time.perf_counter() - start
         samples = []
         for _ in range(7):
-            start = time.perf_counter()
+            last, start = None, time.perf_counter()
             for _ in range(repeats):
+                last = None  # the results of two calls need not fit
                 last = f(*x)
             jax.block_until_ready(last)
             samples.append((time.perf_counter() - start) / repeats * 1e3)
-        return statistics.median(samples), first
+        memory = f.memory_analysis()
+        peak = sum(getattr(memory, f"{x}_size_in_bytes") for x in ("argument", "output", "temp"))
+        return statistics.median(samples), first, peak / 2**30
 
-    (forward, first), (whole, first_whole) = (
-        median(jax.jit(op), q, k, v, g, beta),
-        median(both, d_o, q, k, v, g, beta),
-    )
-    memory = both.lower(d_o, q, k, v, g, beta).compile().memory_analysis()
-    peak = sum(getattr(memory, f"{x}_size_in_bytes") for x in ("argument", "output", "temp"))
-    return {
-        "forward": forward,
-        "forward+backward": whole,
-        "first call": first + first_whole,
-        "GiB": peak / 2**30,
-    }
+    forward, first, _ = median(op, q, k, v, *rest)
+    whole, first_whole, peak = median(both, d_o, q, k, v, *rest)
+    return {"forward": forward, "forward+backward": whole, "first call": first + first_whole, "GiB": peak}
 
 
-def times_fla(B: int, T: int, H: int):
+def times_fla(shape: Shape) -> dict[str, float]:
     """The same of fla's `chunk_kda`."""
-    os.environ |= {
-        "FLA_FLASH_KDA": "0",
-        "FLA_DISABLE_BACKEND_DISPATCH": "1",
-    }  # its Triton kernels, nothing else
+    # its Triton kernels, nothing else
+    os.environ |= {"FLA_FLASH_KDA": "0", "FLA_DISABLE_BACKEND_DISPATCH": "1"}
     import torch
     from fla.ops.kda import chunk_kda
     from triton.testing import do_bench
 
+    B, T, H, lengths = shape
     generator = torch.Generator(device="cuda").manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")
     unit = lambda x: (x / x.norm(dim=-1, keepdim=True)).bfloat16()
@@ -104,7 +143,8 @@ def times_fla(B: int, T: int, H: int):
     g = -5 * torch.sigmoid(2 * normal(B, T, H, D) - 4)
     beta = torch.sigmoid(normal(B, T, H))
     inputs = [x.requires_grad_() for x in (q, k, v, g, beta)]
-    op = lambda: chunk_kda(*inputs, output_final_state=True, safe_gate=True)
+    ends = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], device="cuda") if lengths else None
+    op = lambda: chunk_kda(*inputs, output_final_state=True, safe_gate=True, cu_seqlens=ends)
 
     def forward():
         with torch.no_grad():
@@ -123,8 +163,41 @@ def times_fla(B: int, T: int, H: int):
     return {"forward": times[0], "forward+backward": times[1], "first call": first, "GiB": peak}
 
 
-def show(name: str, shape: tuple[int, int, int], times: dict[str, float]) -> None:
-    for what, (flops, moved) in work(*shape).items():
+class Rival:
+    """fla in processes of their own, one for all timings. Compiling starts at once, one process per kind of shape."""
+
+    def __init__(self, shapes: list[Shape], cache: str):
+        self.shapes, self.cache, self.begun = shapes, cache, time.perf_counter()
+        kinds = {(shape.H, bool(shape.lengths)): shape for shape in reversed(shapes)}
+        self.compiling = [self._start([shape]) for shape in kinds.values()]
+
+    def _start(self, shapes: list[Shape]) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.kda", "--fla-only", ";".join(map(str, shapes))],
+            env={**os.environ, "TRITON_CACHE_DIR": self.cache},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def compiled(self) -> None:
+        """Waits until all kernels are there; what was tuned on a busy card is forgotten."""
+        for process in self.compiling:
+            process.communicate()
+        print(f"fla compiled its kernels in {time.perf_counter() - self.begun:.0f} s", flush=True)
+        for choice in pathlib.Path(self.cache).glob("**/*.autotune.json"):
+            choice.unlink()
+
+    def times(self):
+        """Yields (shape, times)."""
+        process, shapes = self._start(self.shapes), iter(self.shapes)
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield next(shapes), json.loads(line)
+        if process.wait():
+            print(f"fla failed: {line.strip()}", flush=True)
+
+
+def show(name: str, shape: Shape, times: dict[str, float]) -> None:
+    for what, (flops, moved) in work(*shape[:3]).items():
         ms = times[what]
         floor = max(flops / FLOPS, moved / BYTES) * 1e3
         print(
@@ -139,34 +212,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", default="1,8192,96;1,8192,32;4,8192,32;1,65536,32", help="B,T,H;...")
-    parser.add_argument("--documents", type=int, default=1, help="pack this many documents into each row")
+    parser.add_argument("--shapes", default=SHAPES, help="B,T,H;... where packed,H is six documents in 8192 tokens")
     parser.add_argument("--implementation", action="append", help="repeatable; default: pallas_gpu")
+    parser.add_argument("--gated", action="store_true", help="ours from raw projections")
     parser.add_argument(
-        "--rival", default="", help="shapes to run fla on as well; it tunes for minutes per H"
+        "--rival", nargs="?", const=RIVAL, default="", help="shapes to run fla on as well; it tunes for minutes"
     )
+    parser.add_argument("--rival-cache", default="/tmp/fla-kernels", help="where fla's kernels are compiled to")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--fla-only", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shapes = lambda text: [tuple(map(int, shape.split(","))) for shape in text.split(";") if shape]
+    shapes = lambda text: [Shape.parse(shape) for shape in text.split(";") if shape]
     if args.fla_only:
-        print(json.dumps(times_fla(*shapes(args.fla_only)[0])))
+        for shape in shapes(args.fla_only):
+            print(json.dumps(times_fla(shape)), flush=True)
         return
+    rival = None
+    if args.rival and all(importlib.util.find_spec(name) for name in ("torch", "fla")):
+        rival = Rival(shapes(args.rival), args.rival_cache)
+        rival.compiled()
+    elif args.rival:
+        print("fla not run: torch or fla-core cannot be imported")
+    ours = {}
     for shape in shapes(args.shapes):
-        print("B{} T{} H{}".format(*shape), f"documents {args.documents}", flush=True)
+        print(shape.title, flush=True)
         for name in args.implementation or ["pallas_gpu"]:
-            show(name, shape, times_jax(*shape, args.documents, name, args.repeats))
-    for shape in shapes(args.rival):
-        print("B{} T{} H{}".format(*shape), flush=True)
-        if not all(importlib.util.find_spec(name) for name in ("torch", "fla")):
-            print("  fla          not run: torch or fla-core cannot be imported")
-            continue
-        command = [sys.executable, "-m", "benchmarks.kda", "--fla-only", ",".join(map(str, shape))]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            print("  fla          failed:", result.stderr.strip().splitlines()[-1])
-        else:
-            show("fla", shape, json.loads(result.stdout.strip().splitlines()[-1]))
+            repeats = 1 if shape.B * shape.T > 1 << 19 else args.repeats
+            try:
+                ours[shape] = times_jax(shape, name, args.gated, repeats)
+                show(name, shape, ours[shape])
+            except Exception as error:  # out of memory: the other shapes go on
+                print(f"  {name:12s} failed: {str(error).splitlines()[0][:200]}", flush=True)
+    for shape, times in rival.times() if rival else ():
+        print(shape.title, flush=True)
+        show("fla", shape, times)
+        for what in work(*shape[:3]) if shape in ours else ():
+            print(f"  {what} {times[what] / ours[shape][what]:.2f}x fla", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,16 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.kda.pallas_gpu import kda_pallas_gpu
+from pallas_kernels.kda.pallas_tpu import kda_pallas_tpu
 from pallas_kernels.kda.reference import State, kda_reference
 from pallas_kernels.kda.xla import kda_xla
 
-IMPLEMENTATIONS = {"reference": kda_reference, "xla": kda_xla, "pallas_gpu": kda_pallas_gpu}
+IMPLEMENTATIONS = {
+    "reference": kda_reference,
+    "xla": kda_xla,
+    "pallas_tpu": kda_pallas_tpu,
+    "pallas_gpu": kda_pallas_gpu,
+}
 
 
 def kda(
@@ -58,7 +64,7 @@ def kda(
       ValueError: shapes, dtypes or arguments that do not fit together; the message says how to mend them.
       NotImplementedError: a named implementation cannot serve the call.
     """
-    _check(q, k, v, g, beta, initial_state, segment_ids, g_min)
+    check(q, k, v, g, beta, initial_state, segment_ids, g_min)
     B, T, H, K = q.shape
     accumulate = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     if initial_state is None:
@@ -81,7 +87,7 @@ def kda(
     )
 
 
-def _check(q, k, v, g, beta, initial_state, segment_ids, g_min) -> None:
+def check(q, k, v, g, beta, initial_state, segment_ids, g_min) -> None:
     """Raises ValueError, in one line, for the first argument that does not fit."""
     if q.ndim != 4:
         raise ValueError(f"kda: q has shape {q.shape}; reshape it to [B, T, H, K]")

@@ -21,8 +21,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kda.config import ChunkConfig
 
-# Largest sum of nats whose exponential and its inverse are both normal float32 (and bfloat16) numbers: 126 ln 2.
-EXPONENT_RANGE = 87.0
 HIGHEST = jax.lax.Precision.HIGHEST
 
 

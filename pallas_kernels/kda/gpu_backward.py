@@ -1,7 +1,7 @@
 """KDA on Hopper: the gradients of a chunk's own tokens, once the states and their gradients are known (Mosaic-GPU).
 
 Four warpgroups per chunk and head, each with a quarter of the key channels. With S the state at chunk entry, dS the
-gradient of the state at exit, U the updates, and the operands x e^{G - r}, k e^{r - G} of `gpu_chunk`:
+gradient of the state at exit, U the updates, and the operands x e^{G - r}, k e^{r - G} of `gpu_tiles`:
 
     dP = tril(dO U^T),   dX = -stril(dV U^T),   dQ+ = dO S^T,   dK+ = -dV S^T,   dK- = U dS^T,
     dq = e^G dQ+ + rows(dP),   dk = e^G dK+ + e^{G_C - G} dK- + rows(dX) + columns(dP, dX),
@@ -12,14 +12,16 @@ dG_i what it takes from dG_j. The sums over G that give dg must see the two canc
 operands that entered the products: with un-rounded q and k a third of dg is lost when gates sit at -5.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kda.gpu_chunk import (
+from pallas_kernels.kda.gpu_tiles import (
     CHANNELS,
     COMPILER_PARAMS,
     HALF,
@@ -30,6 +32,7 @@ from pallas_kernels.kda.gpu_chunk import (
     TILE,
     C,
     D,
+    Decay,
     Documents,
     R,
     bf16,
@@ -37,6 +40,7 @@ from pallas_kernels.kda.gpu_chunk import (
     column_factors,
     entering,
     f32,
+    gate_reader,
     index,
     leaving,
     operand,
@@ -51,27 +55,38 @@ WARPGROUPS = 4
 WIDTH = D // WARPGROUPS  # channels of a warpgroup
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "g_min"))
 def chunk_adjoint(
     q_BTHK: Float[Array, "B T H K"],
     k_BTHK: Float[Array, "B T H K"],
-    g_BTHK: Float[Array, "B T H K"],
+    decay: Decay,
     beta_BHT: Float[Array, "B H T"],
     do_BTHV: Float[Array, "B T H V"],
     u: Float[Array, "B H N C V"],
-    dv_BTHV: Float[Array, "B T H V"],
+    dv_BTHV,  # [B, T, H, V]; an array, or a reference
     s: Float[Array, "B H N K V"],
     ds: Float[Array, "B H N K V"],
-    docs: Float[Array, "B N 3 C"] | None,
+    docs: Float[Array, "B M 3 C"] | None,
+    start: Int[Array, " 1"],
+    *,
     scale: float,
+    g_min: float,
+    into=(),
 ) -> tuple[Array, ...]:
-    """dq, dk [B, T, H, K] bf16, dg [B, T, H, K] float32, dbeta [B, H, T] float32. T is a multiple of C."""
+    """dq, dk [B, T, H, K] bf16, dg [B, T, H, K] float32, dbeta [B, H, T] float32. T is a multiple of C.
+
+    With references to the four in `into`, those of N chunks from number start[0] on are written there; nothing is
+    returned.
+    """
     B, T, H, K = q_BTHK.shape
-    N = T // C
+    N = u.shape[2]
 
     packed = () if docs is None else (docs,)
+    ready = len(decay) == 1  # log decays; else their logits, which are read where they are summed
 
-    def kernel(q_g, k_g, g_g, beta_g, do_g, u_g, dv_g, s_g, ds_g, *refs_and_scoped):
+    def kernel(q_g, k_g, beta_g, do_g, u_g, dv_g, s_g, ds_g, start_g, *refs_and_scoped):
         *refs, scoped = refs_and_scoped
+        decay_g, refs = refs[: len(decay)], refs[len(decay) :]
         *docs_g, dq_g, dk_g, dg_g, dbeta_g = refs
         (x_s, past_s), u_s, (g_s, d_s), q_s, k_s, (s_s, c_s, dg_s), (ds_s, rest_s), G_s, small_s, docs_s = (
             scoped[:10]
@@ -80,7 +95,8 @@ def chunk_adjoint(
         docs = Documents(docs_s if docs_g else None)
         bh, n, wg = lax.axis_index("bh"), lax.axis_index("n"), lax.axis_index("wg")
         b, h = bh // H, lax.rem(bh, jnp.int32(H))
-        rows, columns = pl.ds(n * C, C), pl.ds(wg * WIDTH, WIDTH)
+        token = (start_g[0] + n) * C
+        rows, columns = pl.ds(token, C), pl.ds(wg * WIDTH, WIDTH)
         beta_s, dbeta_s, cross_s = (small_s.at[pl.ds(*at)] for at in ((0, C), (C, C), (2 * C, D)))
 
         def together(i):
@@ -95,10 +111,11 @@ def chunk_adjoint(
         # ---- loads
         @pl.when(wg == 0)
         def _():
-            plgpu.copy_gmem_to_smem(g_g.at[b, rows, h], g_s, gates_loaded)
+            if ready:
+                plgpu.copy_gmem_to_smem(decay_g[0].at[b, rows, h], g_s, gates_loaded)
             plgpu.copy_gmem_to_smem(beta_g.at[b, h, rows], beta_s, gates_loaded)
             for src in docs_g:
-                plgpu.copy_gmem_to_smem(src.at[b, n], docs_s, gates_loaded)
+                plgpu.copy_gmem_to_smem(src.at[b, start_g[0] + n], docs_s, gates_loaded)
 
         @pl.when(wg == 1)
         def _():
@@ -118,7 +135,8 @@ def chunk_adjoint(
         @pl.when(wg == 0)
         def _():
             plgpu.barrier_wait(gates_loaded)
-            sum_gates(g_s, G_s, docs)
+            gates = gate_reader(decay_g, g_min, b, h)
+            sum_gates(lambda i: channels(g_s, i) if ready else gates(token + i), G_s, docs)
             plgpu.barrier_arrive(summed)
 
         plgpu.barrier_wait(loaded)
@@ -249,7 +267,7 @@ def chunk_adjoint(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def entry(*refs):
+    def chunk_adjoint_kernel(*refs):
         channel_rows = operand(WARPGROUPS, C, WIDTH, columns=WIDTH)
         sums = plgpu.SMEM((C, D + PAD), f32)
         gradient = plgpu.SMEM(
@@ -269,7 +287,7 @@ def chunk_adjoint(
             sums,
             plgpu.SMEM((2 * C + D,), f32),
             plgpu.SMEM((Documents.ROWS, C), f32),
-            plgpu.Barrier(num_arrivals=2 + len(packed)),
+            plgpu.Barrier(num_arrivals=1 + ready + len(packed)),
             plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2),
@@ -279,8 +297,10 @@ def chunk_adjoint(
         )
 
     return plgpu.kernel(
-        entry,
-        out_type=(
+        chunk_adjoint_kernel,
+        out_type=()
+        if into
+        else (
             jax.ShapeDtypeStruct(q_BTHK.shape, bf16),
             jax.ShapeDtypeStruct(q_BTHK.shape, bf16),
             jax.ShapeDtypeStruct(q_BTHK.shape, f32),
@@ -291,4 +311,4 @@ def chunk_adjoint(
         num_threads=WARPGROUPS,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,
-    )(q_BTHK, k_BTHK, g_BTHK, beta_BHT, do_BTHV, u, dv_BTHV, s, ds, *packed)
+    )(q_BTHK, k_BTHK, beta_BHT, do_BTHV, u, dv_BTHV, s, ds, start, *decay, *packed, *into)

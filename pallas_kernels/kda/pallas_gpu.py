@@ -5,24 +5,43 @@
     state_adjoint    from last to first    the state's gradient, dv
     chunk_adjoint    all chunks at once    dq, dk, dg, dbeta
 
-The mathematics is that of `xla.py`; `gpu_chunk.py` and `gpu_backward.py` say what differs.
+The mathematics is that of `xla.py`; `gpu_tiles.py` and `gpu_backward.py` say what differs.
+
+What the kernels hand to one another takes about 2.4 KB a token and head. Calls of more than WORKSPACE tokens and heads
+go through the sequence in spans, and keep for the backward pass only the state at the entry of each: a span's operands
+and states are formed again there. So a million tokens need hardly more memory than their inputs, outputs and gradients.
+Packed rows with a state of their own per segment go through in one piece.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kda.gpu_backward import chunk_adjoint
-from pallas_kernels.kda.gpu_chunk import G_MIN, C, D, chunk_operands, documents
-from pallas_kernels.kda.gpu_state import state_adjoint, state_pass
+from pallas_kernels.kda.gpu_chunk import chunk_operands
+from pallas_kernels.kda.gpu_state import segment_marks, state_adjoint, state_pass
+from pallas_kernels.kda.gpu_tiles import G_MIN, LOG2E, C, D, Decay, documents, log_decay
 from pallas_kernels.kda.reference import State
+from pallas_kernels.kda.segments import collect, segment_layout, spread
+
+WORKSPACE = 1 << 22  # tokens x heads
+_MOST_CHUNKS = 65535  # of the second axis of a CUDA grid
 
 # The gradient of beta divides by beta twice. Zero is replaced by what changes no result.
 _SMALLEST_BETA = 1e-12
 
-_MOST_CHUNKS = 65535  # of the second axis of a CUDA grid
+
+class Plan(NamedTuple):
+    """What the compiled code depends on besides shapes and dtypes."""
+
+    scale: float
+    g_min: float
+    spans: int
+    chunks: int  # of a span
 
 
 def kda_pallas_gpu(
@@ -40,33 +59,50 @@ def kda_pallas_gpu(
     """`api.kda` with T > 0, defaults resolved and g, beta, initial_state in float32.
 
     Raises:
-      NotImplementedError: anything but bfloat16 heads of 128 x 128 with gates in [-5, 0], one state per row, on Hopper.
+      NotImplementedError: anything but bfloat16 heads of 64 or 128 with gates in [-5, 0] on Hopper.
     """
+    _refuse(q_BTHK, initial_state, g_min)
+    decay = (_wide(g_BTHK, 3),)
+    return _run(q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, G_MIN, initial_state, segment_ids)
+
+
+def kda_gated_pallas_gpu(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BTHK: Float[Array, "B T H K"],
+    v_BTHV: Float[Array, "B T H V"],
+    decay_logits_BTHK: Float[Array, "B T H K"],
+    beta_BTH: Float[Array, "B T H"],
+    a_log_H: Float[Array, " H"],
+    dt_bias_HK: Float[Array, "H K"],
+    *,
+    g_min: float,
+    scale: float,
+    initial_state: State,
+    segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T H V"], State]:
+    """`gated.kda_gated` with T > 0, bfloat16 logits, normalised q and k, beta after its sigmoid, defaults resolved.
+
+    The kernels compute log decays from the logits where they sum them: float32 decays never reach memory.
+
+    Raises:
+      NotImplementedError: as `kda_pallas_gpu`.
+    """
+    _refuse(q_BTHK, initial_state, g_min)
+    rate_HK = jnp.broadcast_to(-LOG2E * jnp.exp(a_log_H)[:, None], dt_bias_HK.shape)
+    decay = tuple(_wide(x, x.ndim - 1) for x in (decay_logits_BTHK, rate_HK, rate_HK * dt_bias_HK))
+    return _run(q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, g_min, initial_state, segment_ids)
+
+
+def _refuse(q_BTHK: Array, initial_state: Array, g_min: float | None) -> None:
     K, V = initial_state.shape[-2:]
-    if (K, V) != (D, D):
-        raise NotImplementedError(f"K={K}, V={V}; heads of 128 x 128 are supported")
+    if not {K, V} <= {D // 2, D}:
+        raise NotImplementedError(f"K={K}, V={V}; 64 and 128 are supported")
     if q_BTHK.dtype != jnp.bfloat16:
         raise NotImplementedError(f"q, k, v are {q_BTHK.dtype}; bfloat16 is supported")
     if g_min is None or g_min < G_MIN:
         raise NotImplementedError(f"g_min={g_min}; gates of at least {G_MIN} are supported")
-    if initial_state.ndim != 4:
-        raise NotImplementedError("one state per segment; one per row is supported")
     if not _is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
-    T = q_BTHK.shape[1]
-    if T > C * _MOST_CHUNKS:
-        raise NotImplementedError(f"T={T}; at most {C * _MOST_CHUNKS} tokens are supported")
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, -T % C)) + ((0, 0),) * (x.ndim - 2))  # zeros change no state
-    beta_BHT = pad(beta_BTH).swapaxes(1, 2)
-    nonzero_BHT = jnp.where(jnp.abs(beta_BHT) < _SMALLEST_BETA, _SMALLEST_BETA, beta_BHT)
-    beta_BHT = beta_BHT + jax.lax.stop_gradient(nonzero_BHT - beta_BHT)  # the gradient of beta itself
-    inputs = *(pad(x) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTHK)), beta_BHT
-    if segment_ids is not None:
-        segment_ids = jnp.pad(
-            segment_ids, ((0, 0), (0, -T % C)), mode="edge"
-        )  # the last state passes the padding
-    o_BTHV, final_BHKV = _kda(float(scale), *inputs, initial_state, documents(segment_ids))
-    return o_BTHV[:, :T], final_BHKV
 
 
 def _is_hopper() -> bool:
@@ -75,26 +111,143 @@ def _is_hopper() -> bool:
     return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kda(scale, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BHT, initial_BHKV, docs):
-    operands = chunk_operands(q_BTHK, k_BTHK, g_BTHK, beta_BHT, docs, scale)
-    return state_pass(*operands, v_BTHV, beta_BHT, initial_BHKV, keep=False)
+def _wide(x: Array, *axes: int) -> Array:
+    """x with zeros up to D channels: a zero channel of q and k meets nothing, one of v stays zero."""
+    return jnp.pad(x, [(0, D - size if axis in axes else 0) for axis, size in enumerate(x.shape)])
 
 
-def _forward(scale, q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BHT, initial_BHKV, docs):
-    operands = chunk_operands(q_BTHK, k_BTHK, g_BTHK, beta_BHT, docs, scale)
-    o_BTHV, final_BHKV, s, u = state_pass(*operands, v_BTHV, beta_BHT, initial_BHKV, keep=True)
-    return (o_BTHV, final_BHKV), (q_BTHK, k_BTHK, g_BTHK, beta_BHT, docs, operands, s, u)
+def _run(q_BTHK, k_BTHK, v_BTHV, decay: Decay, beta_BTH, scale, g_min, initial_state, segment_ids):
+    if initial_state.ndim == 4:
+        inputs = (q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH)
+        return _rows(*inputs, scale, g_min, initial_state, segment_ids=segment_ids)
+    # One state per segment: every segment starts a chunk of its own. See `xla.kda_xla`.
+    S = initial_state.shape[1]
+    place_BT, slot_BN = segment_layout(segment_ids, S, C)
+    move = lambda x: spread(x, place_BT, slot_BN.shape[1] * C)
+    empty_BT11 = ~move(jnp.ones_like(place_BT, bool))[..., None, None]
+    gate_BTHK = jnp.where(empty_BT11, _no_decay(decay).astype(decay[0].dtype), move(decay[0]))
+    ran_BS111 = (slot_BN[:, None] == jnp.arange(S)[:, None]).any(-1)[:, :, None, None, None]
+    o_BTHV, table_BSHKV = _rows(
+        *(move(x) for x in (q_BTHK, k_BTHK, v_BTHV)), (gate_BTHK, *decay[1:]), move(beta_BTH), scale, g_min,
+        jnp.where(ran_BS111, initial_state, 0), slot_BN=slot_BN,
+    )  # fmt: skip
+    # What the kernels leave for a segment without a chunk, state or gradient, is whatever was in memory.
+    return collect(o_BTHV, place_BT), jnp.where(ran_BS111, table_BSHKV, initial_state)
 
 
-def _backward(scale, kept, cotangents):
-    q_BTHK, k_BTHK, g_BTHK, beta_BHT, docs, operands, s, u = kept
-    do_BTHV, d_final_BHKV = cotangents
-    dv_BTHV, ds, d_initial_BHKV = state_adjoint(*operands, do_BTHV, beta_BHT, d_final_BHKV)
-    dq_BTHK, dk_BTHK, dg_BTHK, dbeta_BHT = chunk_adjoint(
-        q_BTHK, k_BTHK, g_BTHK, beta_BHT, do_BTHV, u, dv_BTHV, s, ds, docs, scale
+def _no_decay(decay: Decay) -> Array:
+    """The log decay, or logit, of a token that changes no state."""
+    return jnp.float32(0.0 if len(decay) == 1 else -1e30)
+
+
+def _rows(
+    q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, g_min, initial_state, segment_ids=None, slot_BN=None
+):  # fmt: skip
+    B, T, H, _ = q_BTHK.shape
+    K, V = initial_state.shape[-2:]
+    chunks = -(-T // C)
+    spans = 1 if slot_BN is not None else -(-chunks // min(max(1, WORKSPACE // (C * B * H)), _MOST_CHUNKS))
+    plan = Plan(float(scale), float(g_min), spans, -(-chunks // spans))
+    padding = plan.spans * plan.chunks * C - T
+
+    def pad(x, value=0):  # k = beta = g = 0 changes no state
+        return jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2), constant_values=value)
+
+    if segment_ids is not None:
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)), mode="edge")  # the last state passes the padding
+    beta_BHT = pad(beta_BTH).swapaxes(1, 2)
+    nonzero_BHT = jnp.where(jnp.abs(beta_BHT) < _SMALLEST_BETA, _SMALLEST_BETA, beta_BHT)
+    beta_BHT = beta_BHT + lax.stop_gradient(nonzero_BHT - beta_BHT)  # the gradient of beta itself
+    o_BTHV, final_state = _kda(
+        plan,
+        *(_wide(pad(x), 3) for x in (q_BTHK, k_BTHK, v_BTHV)),
+        (pad(decay[0], _no_decay(decay).astype(decay[0].dtype)), *decay[1:]),
+        beta_BHT,
+        _wide(initial_state, initial_state.ndim - 2, initial_state.ndim - 1),
+        documents(segment_ids),
+        None if slot_BN is None else segment_marks(slot_BN),
     )
-    return dq_BTHK, dk_BTHK, dv_BTHV, dg_BTHK, dbeta_BHT, d_initial_BHKV, None
+    return o_BTHV[:, :T, :, :V], final_state[..., :K, :V]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kda(plan, q_BTHK, k_BTHK, v_BTHV, decay, beta_BHT, initial_BHKV, docs, marks):
+    return _forward(plan, q_BTHK, k_BTHK, v_BTHV, decay, beta_BHT, initial_BHKV, docs, marks, keep=False)[0]
+
+
+def _operands(plan, q_BTHK, k_BTHK, decay, beta_BHT, docs, start):
+    return chunk_operands(
+        q_BTHK, k_BTHK, decay, beta_BHT, docs, start, chunks=plan.chunks, scale=plan.scale, g_min=plan.g_min
+    )
+
+
+def _start(plan: Plan, span: Array | int) -> Int[Array, " 1"]:
+    """Number of the first chunk of a span."""
+    return jnp.full((1,), span * plan.chunks, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "keep"))
+def _forward(plan, q_BTHK, k_BTHK, v_BTHV, decay, beta_BHT, initial_BHKV, docs, marks, keep=True):
+    inputs = (q_BTHK, k_BTHK, decay, beta_BHT, docs)
+    if plan.spans == 1:
+        operands = _operands(plan, *inputs, _start(plan, 0))
+        o_BTHV, final_BHKV, *states = state_pass(
+            *operands, v_BTHV, beta_BHT, initial_BHKV, _start(plan, 0), marks, keep=keep
+        )
+        return (o_BTHV, final_BHKV), (inputs, v_BTHV, None, (operands, *states), marks)
+
+    o_ref = jax.empty_ref(jax.typeof(v_BTHV))
+
+    def span(entry_BHKV, i):
+        operands = _operands(plan, *inputs, _start(plan, i))
+        (exit_BHKV,) = state_pass(
+            *operands, v_BTHV, beta_BHT, entry_BHKV, _start(plan, i), keep=False, into=(o_ref,)
+        )
+        return exit_BHKV, entry_BHKV
+
+    final_BHKV, entries = lax.scan(span, initial_BHKV, jnp.arange(plan.spans))
+    return (jax.freeze(o_ref), final_BHKV), (inputs, v_BTHV, entries, None, None)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _backward(plan, kept, cotangents):
+    inputs, v_BTHV, entries, of_span, marks = kept
+    q_BTHK, k_BTHK, decay, beta_BHT, docs = inputs
+    do_BTHV, d_final_BHKV = cotangents
+
+    def adjoint(operands, s, u, d_exit_BHKV, start, into=((), ())):
+        *dv_BTHV, ds, d_entry_BHKV = state_adjoint(
+            *operands, do_BTHV, beta_BHT, d_exit_BHKV, start, marks, into=into[0]
+        )
+        (dv_BTHV,) = dv_BTHV or into[0]
+        gradients = chunk_adjoint(
+            q_BTHK, k_BTHK, decay, beta_BHT, do_BTHV, u, dv_BTHV, s, ds, docs, start,
+            scale=plan.scale, g_min=plan.g_min, into=into[1],
+        )  # fmt: skip
+        return d_entry_BHKV, dv_BTHV, *gradients
+
+    if plan.spans == 1:
+        d_initial_BHKV, dv_BTHV, dq_BTHK, dk_BTHK, dg_BTHK, dbeta_BHT = adjoint(
+            *of_span, d_final_BHKV, _start(plan, 0)
+        )
+    else:
+        like = lambda x, dtype=None: jax.empty_ref(jax.ShapeDtypeStruct(x.shape, dtype or x.dtype))
+        dv_ref, *refs = like(v_BTHV), like(q_BTHK), like(k_BTHK), like(q_BTHK, jnp.float32), like(beta_BHT)
+
+        def span(d_exit_BHKV, x):
+            i, entry_BHKV = x
+            start = _start(plan, i)
+            operands = _operands(plan, *inputs, start)
+            _, s, u = state_pass(*operands, v_BTHV, beta_BHT, entry_BHKV, start, keep=True, outputs=False)
+            return adjoint(operands, s, u, d_exit_BHKV, start, ((dv_ref,), tuple(refs)))[0], None
+
+        d_initial_BHKV, _ = lax.scan(span, d_final_BHKV, (jnp.arange(plan.spans), entries), reverse=True)
+        dv_BTHV, dq_BTHK, dk_BTHK, dg_BTHK, dbeta_BHT = (jax.freeze(x) for x in (dv_ref, *refs))
+
+    d_decay = (dg_BTHK,)
+    if len(decay) > 1:
+        d_decay = jax.vjp(functools.partial(log_decay, g_min=plan.g_min), *decay)[1](dg_BTHK)
+    return dq_BTHK, dk_BTHK, dv_BTHV, d_decay, dbeta_BHT, d_initial_BHKV, None, None
 
 
 _kda.defvjp(_forward, _backward)

@@ -23,7 +23,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import target
 from pallas_kernels.kda import chunk
 from pallas_kernels.kda.config import ChunkConfig, chunk_config
+from pallas_kernels.kda.numerics import lowest_kernel_gate
 from pallas_kernels.kda.reference import State
+from pallas_kernels.kda.segments import collect, segment_layout, spread
 
 
 def kda_xla(
@@ -46,8 +48,8 @@ def kda_xla(
     """
     K, V = initial_state.shape[-2:]
     config = config or chunk_config(target()[1], K, V)
-    if g_min is not None and (config.tile - 1) * -g_min > chunk.EXPONENT_RANGE:
-        lowest = -chunk.EXPONENT_RANGE / (config.tile - 1)
+    lowest = lowest_kernel_gate(config.tile)
+    if g_min is not None and g_min < lowest:
         raise ValueError(
             f"kda: g_min={g_min} overflows {config.tile}-row tiles; pass None, or at least {lowest:.2f}"
         )
@@ -59,42 +61,10 @@ def kda_xla(
 
     # One state per segment: move the tokens so that every segment starts a chunk of its own. A token of no segment has
     # no place; a place without a token holds zeros, which change no state.
-    place_BT, slot_BN = _segment_layout(segment_ids, initial_state.shape[1], config.chunk)
-    length = slot_BN.shape[1] * config.chunk
-
-    @jax.vmap
-    def spread(x, place):
-        return jnp.zeros((length, *x.shape[1:]), x.dtype).at[place].set(x, mode="drop")
-
-    @jax.vmap
-    def collect(x, place):
-        return x.at[place].get(mode="fill", fill_value=0)
-
-    spread_inputs = tuple(spread(x, place_BT) for x in inputs)
+    place_BT, slot_BN = segment_layout(segment_ids, initial_state.shape[1], config.chunk)
+    spread_inputs = tuple(spread(x, place_BT, slot_BN.shape[1] * config.chunk) for x in inputs)
     o, table_BSHKV = chunked(spread_inputs, initial_state, None, slot_BN)
     return collect(o, place_BT), table_BSHKV
-
-
-def _segment_layout(ids_BT: Int[Array, "B T"], S: int, C: int) -> tuple[Int[Array, "B T"], Int[Array, "B N"]]:
-    """Where each token goes if every segment starts a chunk, and the segment of each chunk.
-
-    N = ceil(T / C) + S chunks always suffice. Tokens of no segment go past the end; spare chunks, which hold no token,
-    count as the last segment's.
-    """
-    T = ids_BT.shape[1]
-    N = -(-T // C) + S
-    segments_S = jnp.arange(S, dtype=ids_BT.dtype)
-    start_BS, stop_BS = (
-        jax.vmap(functools.partial(jnp.searchsorted, side=side), (0, None))(ids_BT, segments_S)
-        for side in ("left", "right")
-    )
-    chunks_BS = -(-(stop_BS - start_BS) // C)
-    end_BS = jnp.cumsum(chunks_BS, axis=-1)
-    move_BS = (end_BS - chunks_BS) * C - start_BS
-    place_BT = jnp.take_along_axis(move_BS, jnp.clip(ids_BT, 0, S - 1), axis=1) + jnp.arange(T)
-    place_BT = jnp.where((ids_BT >= 0) & (ids_BT < S), place_BT, N * C)
-    slot_BN = jax.vmap(functools.partial(jnp.searchsorted, side="right"), (0, None))(end_BS, jnp.arange(N))
-    return place_BT, jnp.minimum(slot_BN, S - 1)
 
 
 def _chunk_rows(x_BTH: Array, C: int) -> Array:

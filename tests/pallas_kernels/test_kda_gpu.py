@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kda import kda
-from pallas_kernels.kda.gpu_chunk import C, documents
+from pallas_kernels.kda import gpu_inverse, gpu_state, kda, kda_gated, pallas_gpu
+from pallas_kernels.kda.gated import bounded_gate
+from pallas_kernels.kda.gpu_tiles import C, documents
 from pallas_kernels.kda.pallas_gpu import kda_pallas_gpu
 from pallas_kernels.kda.reference import kda_reference
 
@@ -33,11 +34,13 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 """
 
 
-def make(B, T, H, gate, seed=0):
+def make(B, T, H, gate, seed=0, K=D):
     rng = np.random.default_rng(seed)
-    q, k = rng.normal(size=(2, B, T, H, D))
+    q, k = rng.normal(size=(2, B, T, H, K))
+    if gate == "correlated":  # cudnn-frontend#1051
+        k = 0.3 * k + rng.normal(size=(B, 1, H, K))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = rng.normal(size=(B, T, H, D))
+    v = rng.normal(size=(B, T, H, K))
     beta = 1 / (1 + np.exp(-rng.normal(size=(B, T, H))))
     g = {
         "uniform": -5 * rng.uniform(size=q.shape),
@@ -45,10 +48,12 @@ def make(B, T, H, gate, seed=0):
         "bound": np.full(q.shape, -5.0),
         "none": np.zeros(q.shape),
         "repeated": np.zeros(q.shape),
+        "slow": np.full(q.shape, -8e-5),  # vmlx-swift#433: bfloat16 would never forget
+        "correlated": rng.uniform(-0.034, -0.012, size=q.shape),
     }[gate]
     if gate == "repeated":
         k, beta = np.broadcast_to(k[:, :1], k.shape), np.full_like(beta, 0.999)
-    state = 0.3 * rng.normal(size=(B, H, D, D))
+    state = 0.3 * rng.normal(size=(B, H, K, K))
     to = lambda dtype, *xs: tuple(jnp.asarray(x, dtype) for x in xs)
     return *to(jnp.bfloat16, q, k, v), *to(jnp.float32, g, beta, state)
 
@@ -58,7 +63,8 @@ def evaluate(op, inputs, segment_ids=None):
 
     @jax.jit
     def both(*x):
-        f = lambda *x: op(*x[:5], scale=D**-0.5, initial_state=x[5], segment_ids=segment_ids)
+        scale = x[0].shape[-1] ** -0.5
+        f = lambda *x: op(*x[:5], scale=scale, initial_state=x[5], segment_ids=segment_ids)
         values, vjp = jax.vjp(f, *x)
         weights = [
             jax.random.normal(jax.random.key(i), y.shape).astype(jnp.bfloat16) for i, y in enumerate(values)
@@ -83,9 +89,11 @@ def assert_parity(inputs, segment_ids=None, loose=()):
 
 
 @on_hopper
-@pytest.mark.parametrize("gate", ["typical", "uniform", "bound", "none", "repeated"])
+@pytest.mark.parametrize("gate", ["typical", "uniform", "bound", "none", "repeated", "slow", "correlated"])
 def test_parity(gate):
-    assert_parity(make(2, 256, 3, gate), loose=("o", "dv", "dbeta") if gate == "repeated" else ())
+    """Among others FlashKDA#10, FlashKDA#34, cudnn-frontend#1051, tt-metal#54813 and transformers#48455."""
+    loose = {"repeated": ("o", "dv", "dbeta"), "correlated": ("dv", "dbeta")}
+    assert_parity(make(2, 256, 3, gate), loose=loose.get(gate, ()))
 
 
 @on_hopper
@@ -95,10 +103,16 @@ def test_zero_beta_has_a_gradient():
 
 
 @on_hopper
-@pytest.mark.parametrize("T", [1, 63, 65, 200])
+@pytest.mark.parametrize("T", [1, 17, 33, 63, 65, 200, 500])
 def test_odd_lengths(T):
-    """cuLA#38, fla#792: the padding of the last chunk must not reach the final state."""
+    """cuLA#38, fla#792, fla#1142: the padding of the last chunk must not reach the final state or a gradient."""
     assert_parity(make(1, T, 2, "typical"))
+
+
+@on_hopper
+def test_long_memory():
+    """vmlx-swift#433, sglang#38975: decays, beta and state in full precision over thousands of steps."""
+    assert_parity(make(1, 4096, 1, "slow"))
 
 
 @on_hopper
@@ -106,6 +120,171 @@ def test_odd_lengths(T):
 def test_packed(gate):
     ids = np.cumsum(np.random.default_rng(3).random((2, 300)) < 0.06, axis=1)
     assert_parity(make(2, 300, 2, gate), jnp.asarray(ids, jnp.int32))
+
+
+@on_hopper
+@pytest.mark.parametrize("lengths", [(640, 783), (255, 1), (64, 128, 1, 7)])
+def test_packed_lengths(lengths):
+    """flash-linear-attention-npu#544, cudnn-frontend#1013."""
+    ids = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths)[None], jnp.int32)
+    assert_parity(make(1, sum(lengths), 2, "typical"), ids)
+
+
+@on_hopper
+@pytest.mark.parametrize("packed", [False, True])
+def test_spans(monkeypatch, packed):
+    """A long sequence goes through in spans and keeps only the states between them."""
+    monkeypatch.setattr(pallas_gpu, "WORKSPACE", 2 * 3 * 128)
+    ids = np.cumsum(np.random.default_rng(3).random((2, 500)) < 0.02, axis=1)
+    assert_parity(make(2, 500, 3, "typical"), jnp.asarray(ids, jnp.int32) if packed else None)
+
+
+@on_hopper
+@pytest.mark.parametrize("gated", [False, True])
+def test_states_of_segments(gated):
+    """FlashKDA#32, flashinfer#3536: one state per segment; segments without tokens, and tokens of no segment."""
+    ids = jnp.asarray(np.repeat([[-1, 0, 2, 5, 7]], [10, 63, 130, 65, 20], axis=1), jnp.int32)
+    *inputs, _ = make(1, ids.shape[1], 2, "typical")
+    states = jnp.asarray(0.3 * np.random.default_rng(1).normal(size=(1, 6, 2, D, D)), jnp.float32)
+    if not gated:
+        return assert_parity((*inputs, states), ids)
+    inputs = gated_inputs(1, ids.shape[1], 2)
+    run = lambda implementation, x: kda_gated(
+        *x, initial_state=states, segment_ids=ids, implementation=implementation
+    )
+    with jax.default_matmul_precision("highest"):
+        want = run("reference", [x.astype(jnp.float32) for x in inputs])
+    for x, y in zip(jax.jit(run, static_argnums=0)("pallas_gpu", inputs), want):
+        assert np.linalg.norm(np.asarray(x, np.float64) - y) < 1e-2 * np.linalg.norm(y)
+
+
+@on_hopper
+def test_heads_of_64():
+    assert_parity(make(1, 130, 2, "uniform", K=64))
+
+
+@on_hopper
+def test_many_rows():
+    """fla#1077, unsloth-zoo#1092: more rows x heads than the second axis of a CUDA grid can count."""
+    inputs = make(2050, 4, 32, "typical")
+    run = jax.jit(lambda *x: kda_pallas_gpu(*x[:5], scale=D**-0.5, initial_state=x[5], segment_ids=None)[0])
+    o = np.asarray(run(*inputs)[-2:], np.float32)
+    np.testing.assert_array_equal(o, np.asarray(run(*(x[-2:] for x in inputs)), np.float32))
+
+
+@on_hopper
+def test_more_than_2_to_31_elements():
+    """aiconfigurator#1435: the last tokens' output is that of the last tokens alone, from the state before them."""
+    H, tail, block = 32, 64, 1 << 14
+    T = 32 * block + tail
+    repeat = jax.jit(lambda x: jnp.concatenate([jnp.tile(x, (1, 32, 1, 1)), x[:, :tail]], axis=1))
+    draw = lambda i, dtype: jax.random.normal(jax.random.key(i), (1, block, H, D), dtype)
+    q, k, v = (repeat(0.09 * draw(i, jnp.bfloat16)) for i in range(3))
+    g = repeat(-0.1 * jax.nn.sigmoid(draw(3, jnp.float32)))
+    beta, zero = jnp.full((1, T, H), 0.5), jnp.zeros((1, H, D, D))
+    run = jax.jit(lambda *x: kda_pallas_gpu(*x[:5], scale=1.0, initial_state=x[5], segment_ids=None))
+    o, final = run(q, k, v, g, beta, zero)
+    before = run(*(x[:, -block:-tail] for x in (q, k, v, g, beta)), zero)[1]  # older tokens have faded
+    want, want_final = run(*(x[:, -tail:] for x in (q, k, v, g, beta)), before)
+    for x, y in ((o[:, -tail:], want), (final, want_final)):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+
+
+def gated_inputs(B, T, H, K=D, dtype=jnp.bfloat16, logit=None):
+    rng = np.random.default_rng(5)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    q, k, v = (normal(B, T, H, K) for _ in range(3))
+    z = normal(B, T, H, K) if logit is None else jnp.full((B, T, H, K), logit, dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    a_log, bias = (jnp.asarray(0.5 * rng.normal(size=shape), wide) for shape in ((H,), (H, K)))
+    return q, k, v, z, normal(B, T, H), a_log, bias
+
+
+def gated_gradients(inputs, implementation):
+    def f(*x):
+        o, state = kda_gated(*x, g_min=-5.0, implementation=implementation)
+        weight = lambda i, y: jnp.asarray(np.random.default_rng(i).normal(size=y.shape), y.dtype)
+        return sum((y * weight(i, y)).astype(state.dtype).sum() for i, y in enumerate((o, state)))
+
+    return jax.jit(jax.value_and_grad(f, argnums=tuple(range(7))))(*inputs)[1]
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gated_parity(dtype):
+    inputs = gated_inputs(1, 200, 2)
+    inputs = (*inputs[:3], inputs[3].astype(dtype), *inputs[4:])
+    got = gated_gradients(inputs, "pallas_gpu")
+    with jax.default_matmul_precision("highest"):
+        want = gated_gradients([x.astype(jnp.float32) for x in inputs], "reference")
+    for name, x, y in zip(("q", "k", "v", "decay_logits", "beta_logits", "a_log", "dt_bias"), got, want):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) < 3e-2 * np.linalg.norm(y), name
+
+
+@on_hopper
+def test_gated_saturated():
+    """flash-linear-attention-npu#448: all logits at +20."""
+    gradients = gated_gradients(gated_inputs(1, 512, 4, logit=20.0), "pallas_gpu")
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in gradients)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_gated_is_the_composition(implementation):
+    q, k, v, z, b, a_log, bias = inputs = gated_inputs(1, 20, 2, K=8, dtype=jnp.float32)
+    o, state = kda_gated(*inputs, implementation=implementation)
+    unit = lambda x: x / np.sqrt((np.asarray(x, np.float64) ** 2).sum(-1, keepdims=True) + 1e-6)
+    sigmoid = lambda x: 1 / (1 + np.exp(-np.asarray(x, np.float64)))
+    g = -5 * sigmoid(np.exp(np.asarray(a_log))[:, None] * (np.asarray(z) + np.asarray(bias)))
+    to = lambda x: jnp.asarray(x, jnp.float32)
+    want = kda(to(unit(q)), to(unit(k)), v, to(g), to(sigmoid(b)), implementation="reference")
+    np.testing.assert_allclose(o, want[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state, want[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(bounded_gate(z, a_log, bias, -5.0), g, rtol=1e-5)
+
+
+def test_gated_refuses():
+    q, k, v, z, b, a_log, bias = gated_inputs(1, 4, 2, K=8, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="g_min"):
+        kda_gated(q, k, v, z, b, a_log, bias, g_min=0.0)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels in Pallas' interpreter, which has no product with an operand or an initial value in registers, and no
+    inline code: these three are replaced by what they compute.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    in_memory = gpu_inverse.product
+
+    def product(shape, *pairs):
+        if not any(isinstance(a, jax.Array) for a, _ in pairs):
+            return in_memory(shape, *pairs)
+        return sum(jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32)) for a, b in pairs)
+
+    def diagonal_inverses(A):
+        i, j = (jax.lax.broadcasted_iota(jnp.int32, A.shape, axis) for axis in (0, 1))
+        one = jnp.where(i == j, 1.0, 0.0)
+        blocks = jnp.where(i // 16 == j // 16, A, 0).astype(jnp.bfloat16).astype(jnp.float32)
+        return jax.lax.fori_loop(0, 16, lambda _, Y: one - jnp.dot(blocks, Y), one)
+
+    monkeypatch.setattr(plgpu, "kernel", functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams()))
+    monkeypatch.setattr(gpu_inverse, "product", product)
+    monkeypatch.setattr(gpu_inverse, "diagonal_inverses", diagonal_inverses)
+    monkeypatch.setattr(gpu_state, "added", lambda x, *pairs: x + in_memory(x.shape, *pairs))
+    monkeypatch.setattr(pallas_gpu, "_is_hopper", lambda: True)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_parity_interpreted(interpreted, packed):
+    ids = jnp.asarray(np.repeat([0, 1, 2], [20, 38, 12])[None], jnp.int32)
+    assert_parity(make(1, 70, 1, "uniform"), ids if packed else None)
 
 
 @on_hopper
@@ -137,16 +316,14 @@ def test_documents():
     "change, says",
     [
         ({"dtype": jnp.float32}, "bfloat16"),
-        ({"K": 64}, "128 x 128"),
+        ({"K": 100}, "64 and 128"),
         ({"g_min": None}, "g_min"),
         ({"g_min": -5.5}, "g_min"),
-        ({"S": 2}, "per segment"),
     ],
 )
 def test_refuses_what_it_cannot_serve(change, says):
     K, dtype = change.get("K", D), change.get("dtype", jnp.bfloat16)
     x = jnp.zeros((1, 4, 1, K), dtype)
-    S = change.get("S")
     with pytest.raises(NotImplementedError, match=says):
         kda(
             x,
@@ -155,7 +332,6 @@ def test_refuses_what_it_cannot_serve(change, says):
             x.astype(jnp.float32),
             jnp.zeros((1, 4, 1)),
             g_min=change.get("g_min", -5.0),
-            initial_state=None if S is None else jnp.zeros((1, S, 1, K, K)),
             segment_ids=jnp.zeros((1, 4), jnp.int32),
             implementation="pallas_gpu",
         )
@@ -178,14 +354,15 @@ def h200():
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    "B, T, H, packed", [(1, 8192, 96, False), (2, 1000, 3, True), (1, 1 << 20, 32, False)]
+    "B, T, H, packed, S",
+    [(1, 8192, 96, False, 0), (2, 1000, 3, True, 0), (2, 1000, 3, True, 5), (1, 1 << 20, 32, False, 0)],
 )
-def test_compiles_for_h200(h200, B, T, H, packed):
+def test_compiles_for_h200(h200, B, T, H, packed, S):
     """The last shape has more than 2^31 elements in every operand."""
     where = jax.sharding.NamedSharding(h200, jax.P())
     shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=where)
     q = shape(jnp.bfloat16, B, T, H, D)
-    g, beta, state = (shape(jnp.float32, *dims) for dims in ((B, T, H, D), (B, T, H), (B, H, D, D)))
+    g, beta, state = (shape(jnp.float32, *dims) for dims in ((B, T, H, D), (B, T, H), (B, *[S] * (S > 0), H, D, D)))
     ids = shape(jnp.int32, B, T) if packed else None
 
     def both(d_o, d_state, ids, *x):
@@ -194,3 +371,17 @@ def test_compiles_for_h200(h200, B, T, H, packed):
         return values, vjp((d_o, d_state))
 
     jax.jit(both).lower(q, state, ids, q, q, q, g, beta, state).compile()
+
+
+@pytest.mark.aot
+def test_gated_compiles_for_h200(h200):
+    where = jax.sharding.NamedSharding(h200, jax.P())
+    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=where)
+    B, T, H = 1, 1000, 4
+    x, b = shape(jnp.bfloat16, B, T, H, D), shape(jnp.bfloat16, B, T, H)
+
+    def gradients(d_o, d_state, *inputs):
+        return jax.vjp(lambda *x: kda_gated(*x, implementation="pallas_gpu"), *inputs)[1]((d_o, d_state))
+
+    parameters = shape(jnp.float32, H), shape(jnp.float32, H, D)
+    jax.jit(gradients).lower(x, shape(jnp.float32, B, H, D, D), x, x, x, x, b, *parameters).compile()
