@@ -1,5 +1,5 @@
 """Causal softmax attention over packed documents."""
 
-from pallas_kernels.attention.api import attention
+from pallas_kernels.attention.api import attention, attention_runs
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_runs"]

@@ -1,13 +1,17 @@
-"""The public attention op."""
+"""The public attention ops."""
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+from collections.abc import Callable
 
-from pallas_kernels.attention import reference, xla
+from jaxtyping import Array, Float, Int, PyTree
+
+from pallas_kernels.attention import blocks, pallas_gpu, reference, xla
 from pallas_kernels.dispatch import dispatch
 
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention, "pallas_gpu": pallas_gpu.attention}
+
+RUNS = {"xla": blocks.runs, "pallas_gpu": pallas_gpu.runs}
 
 
 def attention(
@@ -32,3 +36,32 @@ def attention(
       scaled logit of each head, for QK-Clip; no gradient flows through the latter.
     """
     return dispatch("attention", IMPLEMENTATIONS, implementation, q_BTHK, k_BTHK, v_BTHV, scale, segment_ids)
+
+
+def attention_runs(
+    expand: Callable[[PyTree, PyTree], tuple[Array, Array]],
+    q_GBTHK: Float[Array, "G B t H K"],
+    start_G: Int[Array, " G"],
+    ids_GBT: Int[Array, "G B t"] | None,
+    weights: PyTree,
+    source: PyTree,
+    ids_BT: Int[Array, "B T"] | None,
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "G B t H V"], Float[Array, " H"]]:
+    """Attention of G runs of t neighbouring queries over a whole sequence, for sequences cut over devices.
+
+    Args:
+      expand: (weights, part of source) -> (k [B, c, H, K], v [B, c, H, V]) of c neighbouring tokens.
+      q_GBTHK: queries; run g starts at position start_G[g] of the sequence.
+      ids_GBT, ids_BT: document of every query and of every key; None: one document per row.
+      weights: differentiable arguments of `expand` that are the same for all tokens.
+      source: leaves [B, T, ..], what keys and values are made from.
+      scale, implementation: as in `attention`.
+
+    Returns:
+      As `attention`.
+    """
+    arguments = expand, q_GBTHK, start_G, ids_GBT, weights, source, ids_BT, scale
+    return dispatch("attention_runs", RUNS, implementation, *arguments)

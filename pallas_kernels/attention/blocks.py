@@ -149,6 +149,15 @@ def _backward(expand, scale, saved, cotangents):
 _attend.defvjp(_forward, _backward)
 
 
+def runs(expand, q_GBTHK, start_G, ids_GBT, weights, source, ids_BT, scale):
+    """`api.attention_runs`, in blocks of keys."""
+    (G, B, t, H, _), T = q_GBTHK.shape, jax.tree.leaves(source)[0].shape[1]
+    if ids_BT is None:
+        ids_GBT, ids_BT = jnp.zeros((G, B, t), jnp.int32), jnp.zeros((B, T), jnp.int32)
+    block = block_size(T, keys_at_once(B, t, H))
+    return attend(expand, q_GBTHK, start_G, ids_GBT, weights, source, ids_BT, scale=scale, block=block)
+
+
 def block_size(T: int, limit: int) -> int:
     """The largest divisor of T up to `limit`."""
     return max(d for d in range(1, min(T, max(limit, 1)) + 1) if T % d == 0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, xla
+from pallas_kernels.attention import attention, attention_runs, xla
 
 
 def example(T, segments):
@@ -41,4 +41,29 @@ def test_values_and_gradients(T, segments, monkeypatch):
     np.testing.assert_allclose(o_ref, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(top, logits.max((0, 2, 3)), rtol=1e-5)
     for a, b in zip(grads, grads_ref):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_runs_are_rows_of_the_whole(packed):
+    """Runs of queries at any positions, over keys made from a source: the same rows of attention over everything."""
+    q, k, v, ids = example(48, packed)
+    up = np.random.default_rng(1).normal(size=(6, 4)).astype(np.float32)
+    start = np.array([32, 8])
+    cut = lambda x: jnp.stack([jnp.asarray(x)[:, s : s + 8] for s in start])
+    expand = lambda up, k: (k, k @ up)
+    ids = None if ids is None else jnp.asarray(ids)
+
+    def runs(q, k, up):
+        rows = None if ids is None else cut(ids)
+        o, top = attention_runs(expand, cut(q), jnp.asarray(start), rows, up, k, ids, scale=0.5)
+        return (o**2).sum(), (o, top)
+
+    def whole(q, k, up):
+        o, _ = attention(q, k, k @ up, scale=0.5, segment_ids=ids, implementation="reference")
+        return (cut(o) ** 2).sum(), cut(o)
+
+    (_, (o, _)), found = jax.value_and_grad(runs, (0, 1, 2), has_aux=True)(q, k, up)
+    (_, wanted), expected = jax.value_and_grad(whole, (0, 1, 2), has_aux=True)(q, k, up)
+    for a, b in zip((o, *found), (wanted, *expected)):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -8,9 +8,9 @@ state (Kimi K3, KCP; flash-linear-attention #691). The backward is the same with
 The short convolution needs the last taps - 1 tokens of the left neighbour.
 
 MLA needs every earlier token. What is gathered is the latent (kv_lora_rank + rope_dim numbers per token), never heads;
-keys and values are expanded from it a block at a time. Under a causal mask the last device would have all the work, so
-with an even number of devices queries are exchanged in half shards: device i computes halves i and 2 R - 1 - i of 2 R.
-With an odd number they stay, and the last device sets the pace.
+keys and values are expanded from it on every device, a block at a time where no kernel takes them whole. Under a causal
+mask the last device would have all the work, so with an even number of devices queries are exchanged in half shards:
+device i computes halves i and 2 R - 1 - i of 2 R. With an odd number they stay, and the last device sets the pace.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import attention
-from pallas_kernels.attention.blocks import attend, block_size, keys_at_once
+from pallas_kernels.attention import attention, attention_runs
 from pallas_kernels.kda import affine
 from pallas_kernels.kda import kda as kda_op
 from trillium_moe.parallel.manual import layout
@@ -189,8 +188,8 @@ def latent_attention(
       q: queries, K = N + P.
       latent: normed latents.
       k_rope: the key part that all heads share, rotated already.
-      scale, segment_ids, implementation: see `pallas_kernels.attention`. Cut over context, attention has one
-        implementation.
+      scale, segment_ids, implementation: see `pallas_kernels.attention`, and `attention_runs` there when tokens are cut
+        over context.
 
     Returns:
       Outputs, at least float32, and the largest scaled logit of each head over all tokens.
@@ -207,7 +206,7 @@ def latent_attention(
         return whole(*args)
 
     def shard(*args):
-        run = functools.partial(_cut_attention, where.context, scale) if where.context else whole
+        run = functools.partial(_cut_attention, where.context, scale, implementation) if where.context else whole
         o, highest = run(*args)
         highest = jax.lax.stop_gradient(highest)
         return o, jax.lax.pmax(highest, where.token_axes) if where.token_axes else highest
@@ -226,21 +225,21 @@ def _expand(weights, source):
     return jnp.concatenate([heads(k_up), shared], axis=-1), heads(v_up)
 
 
-def _cut_attention(axis, scale, q, latent, k_rope, k_up, v_up, ids):
-    B, t, H, _ = q.shape
-    ids = jnp.zeros((B, t), jnp.int32) if ids is None else ids
+def _cut_attention(axis, scale, implementation, q, latent, k_rope, k_up, v_up, ids):
+    t = q.shape[1]
     gather = lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True)
     index = jax.lax.axis_index(axis)
     balanced = jax.lax.axis_size(axis) % 2 == 0 and t % 2 == 0
     if balanced:
-        runs, rows = _to_halves(axis, q), _to_halves(axis, ids)
+        cut = functools.partial(_to_halves, axis)
         pair = jnp.stack([index, 2 * jax.lax.axis_size(axis) - 1 - index])
         start = jnp.where(index % 2 == 0, pair, pair[::-1]) * (t // 2)
     else:
-        runs, rows, start = q[None], ids[None], index[None] * t
-    o, highest = attend(
-        _expand, runs, start, rows, (k_up, v_up), (gather(latent), gather(k_rope)), gather(ids),
-        scale=scale, block=block_size(t, keys_at_once(B, runs.shape[2], H)),
+        cut, start = lambda x: x[None], index[None] * t
+    rows, ids = (None, None) if ids is None else (cut(ids), gather(ids))
+    o, highest = attention_runs(
+        _expand, cut(q), start, rows, (k_up, v_up), (gather(latent), gather(k_rope)), ids,
+        scale=scale, implementation=implementation,
     )  # fmt: skip
     return (_from_halves(axis, o) if balanced else o[0]), highest
 
