@@ -5,9 +5,14 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import pallas_gpu, pallas_tpu, reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
+IMPLEMENTATIONS = {
+    "reference": reference.grouped_matmul,
+    "xla": xla.grouped_matmul,
+    "pallas_gpu": pallas_gpu.grouped_matmul,
+    "pallas_tpu": pallas_tpu.grouped_matmul,
+}
 
 
 def grouped_matmul(
@@ -21,11 +26,11 @@ def grouped_matmul(
     """Multiplies consecutive groups of rows of `lhs` by their own matrices.
 
     Rows [start_g, start_g + size_g) of the result are those rows of lhs times rhs[g]; rows past the last group are
-    unspecified. Differentiable in lhs and rhs; a group without rows has an exactly zero gradient.
+    zero, whatever lhs holds there. Differentiable in lhs and rhs; a group without rows has an exactly zero gradient.
 
     Args:
       lhs_MK: rows, sorted by group.
-      rhs_GKN: one matrix per group.
+      rhs_GKN: one matrix per group, rounded to lhs' dtype; its gradient has the dtype given.
       group_sizes_G: rows per group, each a multiple of `align`; their sum is at most M.
       align: the promised divisor of every group size, so that no block of `align` rows straddles two groups.
       implementation: see `pallas_kernels.dispatch`.
@@ -35,6 +40,7 @@ def grouped_matmul(
 
     Raises:
       ValueError: `align` does not divide M.
+      NotImplementedError: the implementation asked for does not serve the call.
     """
     if lhs_MK.shape[0] % align:
         raise ValueError(f"grouped_matmul: align={align} must divide the {lhs_MK.shape[0]} rows of lhs; pad lhs")

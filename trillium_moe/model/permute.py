@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from trillium_moe.model.params import wide
 from trillium_moe.shapes import Array, Int
 
-ALIGN = 64  # rows per block of the grouped matmul: every expert's rows start at a multiple of it
 
-
-def plan(expert_A: Int[Array, " A"], n_experts: int, align: int = ALIGN) -> tuple[Array, Array, Array]:
+def plan(expert_A: Int[Array, " A"], n_experts: int, align: int) -> tuple[Array, Array, Array]:
     """Where each assignment goes when rows are sorted by expert and every expert starts at a multiple of `align`.
 
     Args:
@@ -50,9 +48,28 @@ def _dispatch_bwd(k, slot_A, d_RL):
 dispatch.defvjp(lambda x, slot, source, k: (dispatch(x, slot, source, k), slot), _dispatch_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def gather_sum(y_RL, slot_A, source_R, k):
+    """sum_j y[slot_j] of every token, in at least float32; no scatter in either direction."""
+    y = jnp.take(y_RL, slot_A, axis=0, mode="fill", fill_value=0)
+    return wide(y).reshape(-1, k, y.shape[-1]).sum(1)
+
+
+def _gather_sum_fwd(y_RL, slot_A, source_R, k):
+    return gather_sum(y_RL, slot_A, source_R, k), (jnp.zeros(0, y_RL.dtype), source_R)
+
+
+def _gather_sum_bwd(k, saved, d_ML):
+    like, source_R = saved
+    return jnp.take(d_ML.astype(like.dtype), source_R // k, axis=0, mode="fill", fill_value=0), None, None
+
+
+gather_sum.defvjp(_gather_sum_fwd, _gather_sum_bwd)
+
+
 @jax.custom_vjp
 def combine(y_RL, weight_MK, slot_A, source_R):
-    """sum_j weight_j y[slot_j] of every token, in at least float32; no scatter in either direction."""
+    """sum_j weight_j y[slot_j], as `gather_sum`, where y comes from elsewhere: y is kept for the weights' gradient."""
     M, K = weight_MK.shape
     y = jnp.take(y_RL, slot_A, axis=0, mode="fill", fill_value=0).reshape(M, K, -1)
     return jnp.einsum("mkl,mk->ml", wide(y), wide(weight_MK))

@@ -1,0 +1,265 @@
+"""Grouped matmul and expert FFN against the floors and against torch._grouped_mm: python -m benchmarks.moe --help
+
+Both sides get the same work: bfloat16 normal rows and matrices, rows of each group as many as a random choice of group
+per eight rows gives (the same sizes on both sides), bfloat16 results. torch, if it is there, runs in a process of its
+own. Inputs and outputs of every call are several times the L2 cache, so it is not flushed.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rival needs memory too
+
+FLOPS, BYTES = 790e12, 4.3e12  # what one H200 reached in large bf16 matrix products and copies
+PRODUCTS = ("forward", "dgrad", "wgrad")
+
+
+def group_sizes(G: int, M: int) -> np.ndarray:
+    return (8 * np.random.default_rng(0).multinomial(M // 8, np.full(G, 1 / G))).astype(np.int32)
+
+
+def floor_ms(G: int, M: int, K: int, N: int) -> float:
+    """Of one product: all operands and the result moved once, or the multiplications."""
+    return 1e3 * max(2 * M * K * N / FLOPS, 2 * (M * K + M * N + G * K * N) / BYTES)
+
+
+def median_ms(call, wait, repeats: int = 8, samples: int = 7) -> float:
+    """Of one of `repeats` calls in a row; both sides are timed like this, as hard on the card's power limit."""
+    wait(call())
+    times = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            last = call()
+        wait(last)
+        times.append((time.perf_counter() - start) / repeats * 1e3)
+    return statistics.median(times)
+
+
+def measure_jax(calls: dict, shapes: dict, make) -> dict[str, float]:
+    """Milliseconds of each of `calls`, name -> (function, names of its arguments), compiled before the card is used."""
+    import jax
+
+    compiled = {name: jax.jit(f).lower(*(shapes[a] for a in args)).compile() for name, (f, args) in calls.items()}
+    data, times = make(), {}
+    for name, (_, args) in calls.items():
+        call = functools.partial(compiled[name], *(data[a] for a in args))
+        times[name] = median_ms(call, jax.block_until_ready)
+    return times
+
+
+def operands(G: int, M: int, *widths: int):
+    """Normal rows of each width, and a function that makes normal matrices [G, K, N] of variance 1 / K."""
+    import jax
+    import jax.numpy as jnp
+
+    normal = jax.jit(lambda i, shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), static_argnums=1)
+    rows = [normal(i, (M, width)) for i, width in enumerate(widths)]
+    # one by one: the bits of all at once would not fit beside them
+    matrices = lambda i, K, N: jnp.stack([normal(100 + i * G + g, (K, N)) for g in range(G)]) * jnp.bfloat16(K**-0.5)
+    return rows, matrices
+
+
+def times_jax(G: int, M: int, K: int, N: int, implementation: str | None) -> dict[str, float]:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.grouped_matmul import grouped_matmul
+
+    def make():
+        (x, d), matrices = operands(G, M, K, N)
+        return {"x": x, "d": d, "w": matrices(0, K, N), "s": jnp.asarray(group_sizes(G, M))}
+
+    op = lambda x, w, s: grouped_matmul(x, w, s, align=8, implementation=implementation)
+    d_lhs = lambda x, w, s, d: jax.vjp(lambda x: op(x, w, s), x)[1](d)
+    d_rhs = lambda x, w, s, d: jax.vjp(lambda w: op(x, w, s), w)[1](d)
+    calls = {"forward": (op, "xws"), "dgrad": (d_lhs, "xwsd"), "wgrad": (d_rhs, "xwsd")}
+    return measure_jax(calls, abstract(G, x=(M, K), d=(M, N), w=(G, K, N)), make)
+
+
+def abstract(G: int, **shapes: tuple[int, ...]) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    of = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    return of | {"s": jax.ShapeDtypeStruct((G,), jnp.int32)}
+
+
+def times_ffn_jax(G: int, M: int, D: int, F: int, implementation: str | None) -> dict[str, float]:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.expert_ffn import expert_ffn
+
+    def make():
+        (x, d), matrices = operands(G, M, D, D)
+        weights = {"g": matrices(0, D, F), "u": matrices(1, D, F), "o": matrices(2, F, D)}
+        p = jax.random.uniform(jax.random.key(1), (M,), jnp.bfloat16)
+        return weights | {"x": x, "d": d, "p": p, "s": jnp.asarray(group_sizes(G, M))}
+
+    op = lambda s, x, p, *w: expert_ffn(x, p.astype(jnp.float32), s, *w, align=8, implementation=implementation)
+    both = lambda s, d, *inputs: jax.vjp(functools.partial(op, s), *inputs)[1](d)
+    calls = {"forward": (op, "sxpguo"), "forward+backward": (both, "sdxpguo")}
+    shapes = abstract(G, x=(M, D), d=(M, D), p=(M,), g=(G, D, F), u=(G, D, F), o=(G, F, D))
+    return measure_jax(calls, shapes, make)
+
+
+def times_torch(G: int, M: int, K: int, N: int) -> dict[str, float]:
+    import torch
+
+    wait = lambda _: torch.cuda.synchronize()
+    normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    x, d, w = normal(M, K), normal(M, N), normal(G, K, N) * K**-0.5
+    offs = torch.tensor(np.cumsum(group_sizes(G, M)), device="cuda", dtype=torch.int32)
+    calls = {
+        "forward": lambda: torch._grouped_mm(x, w, offs=offs),
+        "dgrad": lambda: torch._grouped_mm(d, w.transpose(1, 2), offs=offs),
+        "wgrad": lambda: torch._grouped_mm(x.t(), d, offs=offs),
+    }
+    return {name: median_ms(f, wait) for name, f in calls.items()}
+
+
+def times_ffn_torch(G: int, M: int, D: int, F: int) -> dict[str, float]:
+    """Two products with the activation between them, by torch.compile: one kernel that reads and writes it once."""
+    import torch
+
+    wait = lambda _: torch.cuda.synchronize()
+    normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    x, d_y = normal(M, D), normal(M, D)
+    w_in, w_out, p = normal(G, D, 2 * F) * D**-0.5, normal(G, F, D) * F**-0.5, torch.rand(M, 1, device="cuda")
+    offs = torch.tensor(np.cumsum(group_sizes(G, M)), device="cuda", dtype=torch.int32)
+
+    def activation(h, p):
+        gate, up = h.float().chunk(2, -1)
+        return (p * 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)).bfloat16()
+
+    inputs = [t.requires_grad_() for t in (x, p, w_in, w_out)]
+    times = {}
+    for how, act in (("", torch.compile(activation)), (" eager", activation)):
+        op = functools.partial(torch_ffn, act, offs, *inputs)
+        with torch.no_grad():
+            times["forward" + how] = median_ms(op, wait)
+        both = functools.partial(lambda op: torch.autograd.grad(op(), inputs, d_y), op)
+        times["forward+backward" + how] = median_ms(both, wait)
+    return times
+
+
+def torch_ffn(activation, offs, x, p, w_in, w_out):
+    import torch
+
+    return torch._grouped_mm(activation(torch._grouped_mm(x, w_in, offs=offs), p), w_out, offs=offs)
+
+
+def in_torch(what: str, *shape: int) -> dict[str, float] | str:
+    if importlib.util.find_spec("torch") is None:
+        return "not run: torch cannot be imported"
+    command = [sys.executable, "-m", "benchmarks.moe", "--torch-only", what, *map(str, shape)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        return "failed: " + result.stderr.strip().splitlines()[-1]
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def show(name: str, times: dict[str, float] | str, flops: dict[str, float], floors: dict[str, float]) -> None:
+    if isinstance(times, str):
+        print(f"  {name:12s} {times}", flush=True)
+        return
+    for what, ms in times.items():
+        work, floor = flops[what.removesuffix(" eager")], floors[what.removesuffix(" eager")]
+        print(
+            f"  {name:12s} {what:23s} {ms:8.3f} ms  {work / ms / 1e9:6.1f} TFLOP/s "
+            f"({work / ms / 1e-3 / FLOPS:4.0%} of 790)  floor {floor:.3f} ms ({floor / ms:4.0%})",
+            flush=True,
+        )
+
+
+def tune(G: int, M: int, K: int, N: int) -> None:
+    """Prints lines for the table of `pallas_kernels/grouped_matmul/config.py`: per product the best first.
+
+    All candidates of a product take turns, so that a card that slows down under load slows all of them.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.expert_ffn import Activation
+    from pallas_kernels.expert_ffn.pallas_gpu import gated
+    from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
+    from pallas_kernels.grouped_matmul.pallas_gpu import groups_product, rows_product
+
+    (x, d), matrices = operands(G, M, K, N)
+    w, s, kind = matrices(0, K, N), jnp.asarray(group_sizes(G, M)), jax.devices()[0].device_kind
+    gate_up = lambda x, w, s, t: gated(None, Activation(), x, w, w, jnp.ones(M), s, True, t)
+    rows = [Tiles(64, 256, cluster=2, panel=panel) for panel in (1, 2, 4)]
+    rows += [Tiles(64, 256, cluster=2, stages=3, panel=2), Tiles(64, 256), Tiles(128, 128, 1, 2, 3)]
+    groups = [Tiles(64, 256, cluster=2, panel=panel) for panel in (2, 4, 14)] + [Tiles(64, 256), Tiles(128, 128)]
+    groups += [Tiles(128, 192, stages=3), Tiles(128, 192, stages=3, panel=4)]
+    narrow = [Tiles(64, 128, cluster=2, panel=panel) for panel in (1, 2, 4)] + [Tiles(64, 128, panel=4)]
+    calls = {
+        "rows": (N, rows, lambda t: lambda x, w, d, s: rows_product([x], [w], s, t)),
+        "transposed": (K, rows, lambda t: lambda x, w, d, s: rows_product([d], [w], s, t, transposed=True)),
+        "groups": (N, groups, lambda t: lambda x, w, d, s: groups_product(x, d, s, t, jnp.bfloat16)),
+        "gated": (N, narrow, lambda t: lambda x, w, d, s: gate_up(x, w, s, t)),
+    }
+    for product, (columns, candidates, of) in calls.items():
+        candidates = [t for t in candidates if columns % t.n == 0 and (product != "groups" or K % t.block == 0)]
+        compiled = {t: jax.jit(of(t)) for t in candidates}
+        samples = {t: [] for t in compiled}
+        for _ in range(7):
+            for t, f in compiled.items():
+                call = functools.partial(f, x, w, d, s)
+                samples[t].append(median_ms(call, jax.block_until_ready, repeats=4, samples=1))
+        for ms, t in sorted((statistics.median(times[1:]), t) for t, times in samples.items()):
+            key = (kind, product, columns, -(-M // G))
+            flops = 2 * M * K * N * (2 if product == "gated" else 1)
+            print(f"    {key}: {t},  # {ms:.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", default="56,32768;112,65536;112,16384", help="experts,rows;...")
+    parser.add_argument("--width", type=int, default=3584, help="of rows")
+    parser.add_argument("--hidden", type=int, default=3072, help="of an expert")
+    parser.add_argument("--implementation", default="pallas_gpu")
+    parser.add_argument("--products", help="K,N;... instead of the two of an expert")
+    parser.add_argument("--tune", action="store_true", help="time tile sizes instead")
+    parser.add_argument("--torch-only", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.torch_only:
+        what, *shape = args.torch_only
+        print(json.dumps((times_ffn_torch if what == "ffn" else times_torch)(*map(int, shape))))
+        return
+    D, F = args.width, args.hidden
+    for G, M in (map(int, shape.split(",")) for shape in args.groups.split(";")):
+        expert = (D, 2 * F), (F, D)
+        products = [tuple(map(int, x.split(","))) for x in args.products.split(";")] if args.products else expert
+        if args.tune:
+            for K, N in products:
+                print(f"{G} groups, {M} rows, {K} -> {N}", flush=True)
+                tune(G, M, K, N)
+            continue
+        for K, N in products:
+            print(f"{G} groups, {M} rows, {K} -> {N}", flush=True)
+            flops, floors = (dict.fromkeys(PRODUCTS, x) for x in (2 * M * K * N, floor_ms(G, M, K, N)))
+            show(args.implementation, times_jax(G, M, K, N, args.implementation), flops, floors)
+            show("torch", in_torch("product", G, M, K, N), flops, floors)
+        if args.products:
+            continue
+        print(f"{G} experts, {M} rows, FFN {D} -> 2 x {F} -> {D}", flush=True)
+        forward, floor = 6 * M * D * F, sum(floor_ms(G, M, *widths) for widths in expert)
+        flops = {"forward": forward, "forward+backward": 3 * forward}
+        floors = {"forward": floor, "forward+backward": 3 * floor}
+        show(args.implementation, times_ffn_jax(G, M, D, F, args.implementation), flops, floors)
+        show("torch", in_torch("ffn", G, M, D, F), flops, floors)
+
+
+if __name__ == "__main__":
+    main()

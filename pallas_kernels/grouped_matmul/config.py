@@ -1,0 +1,52 @@
+"""Tile sizes of the grouped matmul kernels, by device kind and shape.
+
+Made by `python -m benchmarks.moe --tune`, which prints lines for the tables below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
+
+# rows, transposed: products over rows; groups: over the rows of each group; gated: two products over rows at once.
+_GPU_DEFAULT = {
+    "rows": Tiles(m=64, n=256, cluster=2, panel=2),
+    "transposed": Tiles(m=64, n=256, cluster=2, panel=2),
+    "groups": Tiles(m=64, n=256, cluster=2, panel=2),
+    "gated": Tiles(m=64, n=128, cluster=2, panel=2),
+}
+# A pair of blocks wastes half a tile of a group in two: too much for groups of few tiles.
+_FEW_ROWS = 256
+
+# (device kind, product, columns of the result, rows of a group on average up to) -> sizes
+_GPU_TUNED: dict[tuple[str, str, int, int], Tiles] = {
+    ("NVIDIA H200", "rows", 6144, 147): Tiles(m=128, n=128, consumers=1, streams=2, stages=3),
+    ("NVIDIA H200", "transposed", 3584, 147): Tiles(m=64, n=256),
+    ("NVIDIA H200", "groups", 6144, 147): Tiles(m=128, n=128),
+}
+
+
+def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int) -> Tiles:
+    """The tiles for G groups of M rows in all and results of N columns, [K, N] a group for "groups".
+
+    Tuned for the shape, or else the default; smaller ones where those do not divide it.
+
+    Raises:
+      NotImplementedError: the shape does not divide into tiles of 64.
+    """
+    if N % 64 or K % 64:
+        raise NotImplementedError(f"K={K}, N={N}; multiples of 64 are supported")
+    tuned = [key for key in _GPU_TUNED if key[:3] == (kind, product, N) and M <= G * key[3]]
+    if tuned:
+        tiles = _GPU_TUNED[min(tuned, key=lambda key: key[3])]
+    else:
+        tiles = _GPU_DEFAULT[product]
+        if product != "groups" and M <= G * _FEW_ROWS:
+            tiles = dataclasses.replace(tiles, cluster=1, panel=8)
+    if N % tiles.n == 0 and (product != "groups" or K % tiles.block == 0):
+        return tiles
+    n = next(n for n in (256, 128, 64) if n <= tiles.n and N % n == 0)
+    if product != "groups" or K % 128 == 0:
+        return Tiles(m=64, n=n)
+    return Tiles(m=64, n=min(n, 128), consumers=1, streams=2)

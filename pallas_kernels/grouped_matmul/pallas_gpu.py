@@ -1,0 +1,258 @@
+"""Grouped matmul on Hopper GPUs (Pallas Mosaic-GPU): the work lists and the products."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import target
+from pallas_kernels.grouped_matmul.config import gpu_tiles
+from pallas_kernels.grouped_matmul.gpu_kernel import (
+    PEER,
+    ROWS,
+    STEP,
+    Tiles,
+    copy_to_cluster,
+    run_tiles,
+    store_tile,
+    workers,
+)
+from pallas_kernels.grouped_matmul.products import grouped
+
+ROW = plgpu.Layout.WGMMA.reduce(1)  # a vector over the rows of a tile
+
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
+    """`api.grouped_matmul`.
+
+    Raises:
+      NotImplementedError: anything but bfloat16 rows in groups of eights, K and N multiples of 64, on Hopper.
+    """
+    return grouped(products(lhs_MK, rhs_GKN.shape[1:], align), lhs_MK, rhs_GKN, group_sizes_G)
+
+
+def products(lhs_MK, widths: tuple[int, ...], align: int) -> GpuProducts:
+    """The products for such rows and for matrices of these widths, or NotImplementedError."""
+    platform, kind = target()
+    if platform != "gpu" or not any(name in kind for name in HOPPER):
+        raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
+    if lhs_MK.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"rows are {lhs_MK.dtype}; bfloat16 is supported")
+    if align % ROWS:
+        raise NotImplementedError(f"align={align}; multiples of {ROWS} rows are supported")
+    if any(width % STEP for width in widths):
+        raise NotImplementedError(f"K, N = {widths}; multiples of {STEP} are supported")
+    return GpuProducts(kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuProducts:
+    """`products.Products` on a kind of device."""
+
+    kind: str
+
+    def rows(self, lhs, rhs, group_sizes_G, transposed=False):
+        G, N = rhs[0].shape[0], rhs[0].shape[1 if transposed else 2]
+        tiles = gpu_tiles(self.kind, "transposed" if transposed else "rows", lhs[0].shape[0], G, lhs[0].shape[1], N)
+        return rows_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)[0]
+
+    def groups(self, lhs_MK, d_MN, group_sizes_G, dtype):
+        (M, K), N, G = lhs_MK.shape, d_MN.shape[1], group_sizes_G.shape[0]
+        return groups_product(lhs_MK, d_MN, group_sizes_G, gpu_tiles(self.kind, "groups", M, G, K, N), dtype)
+
+
+def row_tiles(group_sizes_G, M: int, columns: int, tiles: Tiles, workers: int):
+    """The tiles of a product over rows: (count, [T, 4] of group, first row, rows, column block).
+
+    Row blocks start where their group does; the rows after the last group are a group of their own, number G. Within a
+    group a panel of row blocks passes all columns before the next panel: what a wave of tiles reads stays in L2. Worker
+    w of `workers` gets tiles w, w + workers, ... of the result: nearly in that order, but dealt so that each has its
+    share of the tiles of at most half the rows, which take half the time.
+    """
+    G = group_sizes_G.shape[0]
+    ends = jnp.cumsum(group_sizes_G)
+    sizes = jnp.append(group_sizes_G, M - ends[-1]).astype(jnp.int32)
+    starts = jnp.append(0, ends).astype(jnp.int32)
+    blocks = -(-sizes // tiles.block)
+    block_ends = jnp.cumsum(blocks)
+    empty = jnp.arange(G + 1) == G  # without matrix: all its tiles are light
+    short = (sizes - (blocks - 1) * tiles.block <= tiles.block // 2) & (blocks > 0)  # its last block is
+    lights = jnp.where(empty, blocks, short) * columns
+    light_ends = jnp.cumsum(lights)
+
+    t = jnp.arange((M // tiles.block + min(G + 1, M // ROWS)) * columns, dtype=jnp.int32)
+    count = block_ends[-1:] * columns
+    # comparing with all ends is one fused kernel on a GPU, a binary search is ten
+    group = jnp.minimum(jnp.searchsorted(block_ends, t // columns, side="right", method="compare_all"), G)
+    per_group = jnp.stack([block_ends - blocks, blocks, starts, sizes, empty, short, light_ends - lights], 1)[group]
+    first, n_blocks, start, size, empty, short, lights_before = (per_group[:, i] for i in range(7))
+    place = t - first * columns
+    panel = place // (tiles.panel * columns)
+    height = jnp.clip(n_blocks - panel * tiles.panel, 1, tiles.panel)
+    in_panel = place - panel * tiles.panel * columns
+    row = (panel * tiles.panel + in_panel % height) * tiles.block
+    table = jnp.stack([group, start + row, jnp.minimum(size - row, tiles.block), in_panel // height], 1)
+
+    # Heavy tiles are dealt first, in order, then the light ones from where that ended; each worker's are then in order.
+    in_last = (short > 0) & (panel == (n_blocks - 1) // tiles.panel)
+    light = (empty > 0) | (in_last & (in_panel % height == height - 1))
+    lights_before += jnp.where(empty > 0, place, jnp.where(in_last, in_panel // height, 0))
+    heavy_before, heavies = t - lights_before, count - light_ends[-1]
+    worker = jnp.where(light, heavies + lights_before, heavy_before) % workers
+    dealt = lambda n: (n - worker + workers - 1) // workers  # to this worker, of the first n
+    wave = dealt(heavy_before) + dealt(heavies + lights_before) - dealt(heavies)
+    table = jnp.zeros_like(table).at[wave * workers + worker].set(table, mode="drop", unique_indices=True)
+    return count.astype(jnp.int32), table.astype(jnp.int32)
+
+
+def rows_product(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False, vectors=(), outs=None, epilogue=None):
+    """Sum over i of lhs[i] [M, K_i] times rhs[i] [G, K_i, N], or [G, N, K_i] transposed, by groups of rows.
+
+    Args:
+      rhs: per lhs one matrix stack, or a tuple of P: the same rows times each of them, for `epilogue`.
+      vectors: [M] each, float32, for `epilogue`.
+      outs: number of results; all [M, N] in lhs' dtype.
+      epilogue: (a part of the P products, the vectors broadcast to its shape, float32) -> that part of the results.
+    """
+    rhs = [x if isinstance(x, tuple) else (x,) for x in rhs]
+    parts, flat = len(rhs[0]), [part for x in rhs for part in x]
+    (M, _), G, N = lhs[0].shape, flat[0].shape[0], flat[0].shape[1 if transposed else 2]
+    steps = [x.shape[1] // STEP for x in lhs]
+    m, n, C = tiles.m, tiles.n, tiles.consumers
+    count, table = row_tiles(group_sizes_G, M, N // n, tiles, workers(tiles))
+    vectors = [jnp.pad(x, (0, tiles.rows)) for x in vectors]  # the last tile may reach past the rows
+    first_rhs, first_vector = 2 + len(lhs), 2 + len(lhs) + len(flat)
+
+    def fetch(refs, t):
+        group, row, rows, column = (refs[1][t, i] for i in range(4))
+        if tiles.cluster == 2:  # the blocks share the consumers' parts that have rows
+            half = ((rows + (2 * m - 1)) // (2 * m)) * m
+            first = lax.axis_index(PEER) == 0
+            row, rows = jnp.where(first, row, row + half), jnp.where(first, jnp.minimum(rows, half), rows - half)
+        return jnp.where(group < G, sum(steps), 0), group, row, rows, column
+
+    def load(refs, tile, s, a_s, b_s, barrier, many):
+        _, group, row, _, column = tile
+        columns = pl.ds(column * n, n)
+        before = 0
+        for i, own in enumerate(steps):
+
+            @pl.when((s >= before) & (s < before + own))
+            def _(i=i, before=before):
+                k = pl.ds((s - before) * STEP, STEP)
+                for c in range(C):
+                    rows = pl.ds(pl.multiple_of(row + c * m, ROWS), m)
+                    plgpu.copy_gmem_to_smem(refs[2 + i].at[rows, k], a_s.at[c], barrier)
+                for p in range(parts):
+                    b = refs[first_rhs + i * parts + p]
+                    b = b.at[group, columns, k] if transposed else b.at[group, k, columns]
+                    copy_to_cluster(b, b_s.at[p], barrier, tiles)
+
+            before += own
+
+    def multiplied(tile, c):
+        return jnp.where(tile[3] > c * m, tile[0], 0)
+
+    def product(accs, a_s, b_s):
+        for p, acc in enumerate(accs):
+            plgpu.wgmma(acc, a_s, b_s.at[p].transpose((1, 0)) if transposed else b_s.at[p])
+
+    def store(refs, tile, c, values, out_s):
+        _, _, row, rows, column = tile
+        valid, row = jnp.clip(rows - c * m, 0, m), pl.multiple_of(row + c * m, ROWS)
+
+        @pl.when(valid > 0)
+        def _():
+            refs_of, outs = refs[first_vector : first_vector + len(vectors)], refs[first_vector + len(vectors) :]
+
+            def on_the_way(values, row):
+                shape = values[0].shape
+                of_rows = [plgpu.load(x.at[pl.ds(row, shape[0])], layout=ROW, optimized=False) for x in refs_of]
+                return epilogue(values, [lax.broadcast_in_dim(x, shape, [0]) for x in of_rows])
+
+            store_tile(values, outs, row, valid, column * n, out_s, on_the_way if epilogue else None)
+
+    return run_tiles(
+        (count, table, *lhs, *flat, *vectors),
+        [jax.ShapeDtypeStruct((M, N), lhs[0].dtype)] * (outs or 1),
+        tiles,
+        a_shape=(m, STEP),
+        b_shape=(parts, n, STEP) if transposed else (parts, STEP, n),
+        loads=C + parts,
+        parts=parts,
+        count=lambda refs: refs[0][0],
+        fetch=fetch,
+        load=load,
+        multiplied=multiplied,
+        product=product,
+        store=store,
+    )
+
+
+def groups_product(lhs_MK, d_MN, group_sizes_G, tiles: Tiles, dtype):
+    """lhs[rows of g]^T d[rows of g] of every group: [G, K, N]."""
+    (M, K), N, G = lhs_MK.shape, d_MN.shape[1], group_sizes_G.shape[0]
+    m, n, C = tiles.m, tiles.n, tiles.consumers
+    sizes = group_sizes_G.astype(jnp.int32)
+    starts = (jnp.cumsum(sizes) - sizes).astype(jnp.int32)
+    blocks, columns = K // tiles.block, N // n
+
+    def fetch(refs, t):
+        group, place = t // (blocks * columns), lax.rem(t, jnp.int32(blocks * columns))
+        panel = place // (tiles.panel * columns)
+        height = jnp.minimum(blocks - panel * tiles.panel, tiles.panel)
+        place = place - panel * (tiles.panel * columns)
+        block = panel * tiles.panel + lax.rem(place, height)
+        size, k = refs[1][group], block * tiles.block + lax.axis_index(PEER) * tiles.rows
+        return (size + (STEP - 1)) // STEP, group, refs[0][group], size, k, (place // height) * n
+
+    def ragged(tile, s):
+        return (s + 1) * STEP > tile[3]
+
+    def load(refs, tile, s, a_s, b_s, barrier, many):
+        _, _, start, size, k, column = tile
+        first = start + s * STEP
+
+        def copies(rows, to):
+            for c in range(C):
+                plgpu.copy_gmem_to_smem(refs[2].at[rows, pl.ds(k + c * m, m)], a_s.at[c, to], barrier)
+            copy_to_cluster(refs[3].at[rows, pl.ds(column, n)], b_s.at[to], barrier, tiles)
+
+        if not many:
+            return copies(pl.ds(pl.multiple_of(first, ROWS), STEP), pl.ds(0, STEP))
+        for i in range(0, STEP, ROWS):
+            row = jnp.where(s * STEP + i < size, first + i, M)  # TMA fills rows past the end with zeros
+            copies(pl.ds(pl.multiple_of(row, ROWS), ROWS), pl.ds(i, ROWS))
+
+    def product(accs, a_s, b_s):
+        plgpu.wgmma(accs[0], a_s.transpose((1, 0)), b_s)
+
+    def store(refs, tile, c, values, out_s):
+        _, group, _, _, k, column = tile
+        store_tile(values, [refs[-1].at[group]], k + c * m, m, column, out_s)
+
+    (out,) = run_tiles(
+        (starts, sizes, lhs_MK, d_MN),
+        [jax.ShapeDtypeStruct((G, K, N), dtype)],
+        tiles,
+        a_shape=(STEP, m),
+        b_shape=(STEP, n),
+        loads=C + 1,
+        parts=1,
+        count=lambda refs: jnp.int32(G * blocks * columns),
+        fetch=fetch,
+        load=load,
+        multiplied=lambda tile, c: tile[0],
+        product=product,
+        store=store,
+        ragged=ragged,
+    )
+    return out

@@ -1,0 +1,41 @@
+"""The three products every implementation of the grouped matmul has, and the gradient made of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol, runtime_checkable
+
+import jax
+
+
+@runtime_checkable
+class Products(Protocol):
+    """An implementation for one kind of call; hashable. Groups are consecutive rows, multiples of its alignment."""
+
+    def rows(self, lhs, rhs, group_sizes_G, transposed=False):
+        """Sum over i of lhs[i] [M, K_i] times rhs[i] [G, K_i, N], or [G, N, K_i] transposed, by groups: [M, N].
+
+        Rows past the last group are zero, whatever lhs holds there.
+        """
+
+    def groups(self, lhs_MK, d_MN, group_sizes_G, dtype):
+        """lhs[rows of g]^T d[rows of g] of every group g: [G, K, N] in dtype, exact zeros for a group without rows."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped(products: Products, lhs_MK, rhs_GKN, group_sizes_G):
+    """`api.grouped_matmul` by `products`; the gradient of rhs has rhs' dtype, accumulated and rounded once."""
+    return products.rows([lhs_MK], [rhs_GKN.astype(lhs_MK.dtype)], group_sizes_G)
+
+
+def _forward(products, *args):
+    return grouped(products, *args), args
+
+
+def _backward(products, saved, d_MN):
+    lhs_MK, rhs_GKN, group_sizes_G = saved
+    d_lhs_MK = products.rows([d_MN], [rhs_GKN.astype(lhs_MK.dtype)], group_sizes_G, transposed=True)
+    return d_lhs_MK, products.groups(lhs_MK, d_MN, group_sizes_G, rhs_GKN.dtype), None
+
+
+grouped.defvjp(_forward, _backward)

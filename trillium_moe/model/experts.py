@@ -1,0 +1,66 @@
+"""The routed experts of a mixture layer, on one device: rows out to experts, through them and back (model.md 2.6)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.dispatch import target
+from pallas_kernels.expert_ffn import Activation, expert_ffn
+from trillium_moe.config import ModelConfig
+from trillium_moe.model.permute import dispatch, gather_sum, plan
+from trillium_moe.shapes import Array, Float, Int
+
+ROWS = "expert_rows"  # the tokens' copies, one per expert of a token: not kept for the backward pass, gathered again
+_ALIGN = {"gpu": 8, "tpu": 16}  # rows the kernels move at least; elsewhere 64, what XLA multiplies as one block
+
+
+def alignment(config: ModelConfig) -> int:
+    """Rows that every expert's rows start at a multiple of."""
+    return 64 if config.moe.implementation in ("xla", "reference") else _ALIGN.get(target()[0], 64)
+
+
+def ffn(
+    config: ModelConfig,
+    z_RL: Float[Array, "R L"],
+    weight_R: Float[Array, " R"],
+    sizes_E: Int[Array, " E"],
+    w_gate: Float[Array, "E L F"],
+    w_up: Float[Array, "E L F"],
+    w_down: Float[Array, "E F L"],
+) -> Float[Array, "R L"]:
+    """weight_r E(z_r) of every row; rows by expert, as `permute.plan` places them for `alignment(config)`."""
+    return expert_ffn(
+        z_RL,
+        weight_R,
+        sizes_E,
+        *(w.astype(z_RL.dtype) for w in (w_gate, w_up, w_down)),
+        align=alignment(config),
+        activation=Activation(config.activation, float(config.situ_beta), float(config.situ_linear_beta)),
+        implementation=config.moe.implementation or None,
+    )
+
+
+def mixture(
+    config: ModelConfig,
+    z_ML: Float[Array, "M L"],
+    experts_MK: Int[Array, "M k"],
+    p_MK: Float[Array, "M k"],
+    *weights: Float[Array, "E _ _"],
+) -> Float[Array, "M L"]:
+    """sum_j p_j E_j(z) of every token, at least float32.
+
+    The weight multiplies inside the expert, and its gradient comes from there, so experts' results are not kept.
+    """
+    M, k = experts_MK.shape
+    slot_A, source_R, sizes_E = plan(experts_MK.reshape(-1), weights[0].shape[0], alignment(config))
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_anything_except_these_names(ROWS))
+    def run(z_ML, p_MK, *weights):
+        rows_RL = checkpoint_name(dispatch(z_ML, slot_A, source_R, k), ROWS)
+        weight_R = dispatch(p_MK.reshape(M * k, 1), slot_A, source_R, 1)[:, 0]
+        return gather_sum(ffn(config, rows_RL, weight_R, sizes_E, *weights), slot_A, source_R, k)
+
+    return run(z_ML, p_MK, *weights)
