@@ -21,6 +21,9 @@ from typing import Any
 import ml_collections
 from etils import epath
 
+from pallas_kernels.kda.config import ChunkConfig
+from pallas_kernels.kda.numerics import lowest_kernel_gate
+
 MIXERS = ("kda", "mla")
 FFNS = ("dense", "moe")
 
@@ -80,8 +83,11 @@ class KDAConfig:
         check(self.conv_size >= 0, "model.kda.conv_size", self.conv_size, "must be 0 (off) or the number of taps")
         check_choice("model.kda.decay", self.decay, ("bounded", "softplus"))
         check_choice("model.kda.gate", self.gate, ("full", "low_rank", "none"))
-        # 16-token tiles are scaled around the middle of the bound, 7.5 |g_min| <= 80 nats keeps them inside bfloat16
-        check(-10.0 <= self.g_min < 0, "model.kda.g_min", self.g_min, "must lie in [-10, 0)")
+        check(self.g_min < 0, "model.kda.g_min", self.g_min, "must be negative: a log decay in nats, such as -5.0")
+        tile, lowest = ChunkConfig().tile, lowest_kernel_gate(ChunkConfig().tile)
+        check(self.decay != "bounded" or self.g_min >= lowest, "model.kda.g_min", self.g_min,
+              f"must be at least {lowest:.2f}, or the decays of a {tile}-token tile leave the exponent range "
+              "of bfloat16 and float32; use -5.0, or model.kda.decay='softplus' for unbounded decay")
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class MLAConfig:
     position: str = "none"  # none (NoPE) or rope, which rotates the rope_dim columns
     rope_theta: float = 10000.0  # base of the rotary frequencies (rope only)
     gate: str = "full"  # output gate: full or none
-    implementation: str = ""  # attention kernel: "" picks by platform, else reference | xla
+    implementation: str = ""  # attention: "" picks by platform, else reference | xla | pallas_gpu
 
     def __post_init__(self):
         check_positive("model.mla", self, "n_heads", "kv_lora_rank", "nope_dim", "rope_dim", "v_dim", "rope_theta")
@@ -138,7 +144,10 @@ class MoEConfig:
     aux_weight: float = 1e-2  # weight of aux_loss
     transport: str = ""  # tokens to experts of other devices: "" picks by platform, else padded | ragged
     capacity: float = 0.0  # rows a device has room for, in even shares; 0: the worst case, nothing is ever dropped
-    implementation: str = ""  # grouped matmul kernel: "" picks by platform, else reference | xla
+    record: int = 0  # tokens, the batch's first, whose experts are left in the statistics of a forward pass
+    balance: str = ""  # rows of a device: "" those of its experts; exact: as many on each, by replicas of busy experts
+    implementation: str = ""  # expert kernels: "" picks by platform, else reference | xla | pallas_gpu | pallas_tpu
+    router_implementation: str = ""  # router kernel: "" by platform, else reference | xla | pallas_gpu | pallas_tpu
 
     def __post_init__(self):
         check_positive("model.moe", self, "n_experts", "k", "expert_dim", "bins", "load_eta", "sign_eta")
@@ -148,6 +157,10 @@ class MoEConfig:
         check(self.n_shared >= 0, "model.moe.n_shared", self.n_shared, "must be 0 or more")
         check_choice("model.moe.balancing", self.balancing, BALANCING)
         check_choice("model.moe.transport", self.transport, ("", "padded", "ragged"))
+        check(self.record >= 0, "model.moe.record", self.record, "must be 0 (none) or a number of tokens")
+        check_choice("model.moe.balance", self.balance, ("", "exact"))
+        check(not (self.balance and self.capacity), "model.moe.capacity", self.capacity,
+              "must be 0 with model.moe.balance='exact', which drops nothing")
         check(self.capacity == 0 or self.capacity >= 1, "model.moe.capacity", self.capacity,
               "must be 0 (the worst case) or at least 1 (the even share)")
         check(0 <= self.load_p <= 1, "model.moe.load_p", self.load_p, "must lie in [0, 1]")
@@ -306,10 +319,12 @@ class TrainConfig:
     checkpoint_every: int = 100  # steps between checkpoints; 0: only at the end
     keep: int = 2  # newest checkpoints kept
     sample_tokens: int = 256  # length of the text sample written at the end; 0: none
+    alarm_violation: float = 4.0  # warn in the log when a layer's MaxVio (largest load / mean - 1) is above; 0: off
+    alarm_dead: float = 0.1  # warn when a larger share of a layer's experts has under a tenth of the mean load; 0: off
 
     def __post_init__(self):
         check_positive("train", self, "steps", "micro_batches", "log_every", "eval_batches", "keep")
-        for name in ("eval_every", "checkpoint_every", "sample_tokens"):
+        for name in ("eval_every", "checkpoint_every", "sample_tokens", "alarm_violation", "alarm_dead"):
             check(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
 
 

@@ -111,6 +111,16 @@ def test_ragged_transport(axes, favourite, ragged_on_cpu):
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("axes, favourite", [(EXPERT_8, None), (EXPERT_8, 5), ({"expert": 4}, 5), (MIXED, 0)], ids=str)
+@pytest.mark.parametrize("transport", ["padded", "ragged"])
+def test_exactly_balanced(axes, favourite, transport, ragged_on_cpu):
+    expected = one_device(favourite)
+    with jax.set_mesh(mesh(**axes)):
+        found = run(config(transport=transport, balance="exact"), favourite)
+    assert int(found[2]["dropped"].sum()) == 0
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize("transport", ["padded", "ragged"])
 def test_what_has_no_room_is_dropped_and_counted(transport, ragged_on_cpu):
     """With every token's first choice on one of two devices, that device has room for an even share."""
@@ -127,10 +137,11 @@ def test_what_has_no_room_is_dropped_and_counted(transport, ragged_on_cpu):
 
 
 @pytest.mark.skipif(jax.default_backend() == "cpu" or jax.device_count() < 2, reason="XLA has none for CPU")
+@pytest.mark.parametrize("balance", ["", "exact"])
 @pytest.mark.parametrize("transport", ["padded", "ragged"])
-def test_transport_on_two_devices(transport):
+def test_transport_on_two_devices(transport, balance):
     with jax.set_mesh(mesh(expert=2)):
-        found = run(config(transport=transport), 5)
+        found = run(config(transport=transport, balance=balance), 5)
     assert_same(found, one_device(5), 1e-3)
 
 

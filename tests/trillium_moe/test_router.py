@@ -7,6 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.router import quantile_bias
+from pallas_kernels.router import router as op
+from pallas_kernels.router.bias import bin_range, centred, histogram_quantile, target_load
+from pallas_kernels.router.reference import bin_of
 from tests import goldens
 from trillium_moe.config import MoEConfig
 from trillium_moe.model import router
@@ -34,13 +38,14 @@ def scores_of(case, data):
 def test_golden_exact_update(name):
     case, data = CASES[name], goldens.arrays("quantile_balancing", f"{name}.safetensors")
     scores, bias = jnp.asarray(scores_of(case, data)), jnp.asarray(data["bias0"])
-    k, n = case["k"], case["n"]
-    experts, alpha = router.select(scores, bias, k)
+    k = case["k"]
+    found = op(scores, bias, k=k)
     known = data.get("alpha", data.get("alpha_head"))
-    np.testing.assert_array_equal(alpha[: len(known)], known)
-    np.testing.assert_array_equal(router.loads(experts, n, jnp.ones(len(scores), bool)), data["loads_before"])
-    np.testing.assert_array_equal(router.exact_bhat(scores, alpha, k), data["bhat"])
-    np.testing.assert_allclose(router.quantile_bias(scores, bias, k), data["next_bias"], atol=1e-6)
+    np.testing.assert_array_equal(found.cutoff_M[: len(known)], known)
+    np.testing.assert_array_equal(found.load_E, data["loads_before"])
+    bhat = router.exact_bhat(scores, found.cutoff_M, k)
+    np.testing.assert_array_equal(bhat, data["bhat"])
+    np.testing.assert_allclose(centred(bhat), data["next_bias"], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,24 +53,27 @@ def test_golden_histogram_update(name):
     case, data = CASES[name], goldens.arrays("quantile_balancing", f"{name}.safetensors")
     k, width = case["k"], case["bin_width"]
     scores, bias = scores_of(case, data), data["bias0"]
-    ours = router.histogram_bias(jnp.asarray(scores), jnp.asarray(bias), k)
+    found = op(jnp.asarray(scores), jnp.asarray(bias), k=k, bins=1000)
+    ours = quantile_bias(found.histogram, jnp.asarray(bias), k)
     np.testing.assert_allclose(ours, data["hist_next_bias"], atol=2 * width)
     with jax.enable_x64(True):
         # the cutoffs are float32 sums; everything after them is float64
-        alpha = np.asarray(router.select(jnp.asarray(scores), jnp.asarray(bias), k)[1], np.float64)
+        alpha = jnp.asarray(found.cutoff_M, jnp.float64)
         s, b = jnp.asarray(scores, jnp.float64), jnp.asarray(bias, jnp.float64)
-        histogram = router.margin_histogram(s, jnp.asarray(alpha), b, 1000)
+        index = np.asarray(bin_of(alpha[:, None] - s, *bin_range(b, 1000), 1000))
+        histogram = np.stack([np.bincount(column, minlength=1000) for column in index.T])
         if "hist_counts" in data:
             np.testing.assert_array_equal(histogram, data["hist_counts"])
-        np.testing.assert_allclose(router.histogram_bhat(histogram, b, k), data["hist_bhat"], atol=1e-6)
+        bhat = histogram_quantile(jnp.asarray(histogram), b, k)
+        np.testing.assert_allclose(bhat, data["hist_bhat"], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("m512", "m1000"))])
 def test_golden_trajectory(name):
     case, data = CASES[name], goldens.arrays("quantile_balancing", f"{name}.safetensors")
-    scores, bias = jnp.asarray(scores_of(case, data)), jnp.asarray(data["bias0"])
+    scores, bias, k = jnp.asarray(scores_of(case, data)), jnp.asarray(data["bias0"]), case["k"]
     for step in range(1, 11):
-        bias = router.quantile_bias(scores, bias, case["k"])
+        bias = centred(router.exact_bhat(scores, op(scores, bias, k=k).cutoff_M, k))
         np.testing.assert_allclose(bias, data["traj_bias"][step], atol=1e-5)
 
 
@@ -74,37 +82,24 @@ def test_padding_does_not_count():
     scores, bias, k = rng.uniform(size=(96, 12)).astype(np.float32), rng.normal(size=12).astype(np.float32) * 0.1, 3
     real = jnp.asarray(rng.uniform(size=96) < 0.7)
     scores, bias = jnp.asarray(scores), jnp.asarray(bias)
-    _, alpha = router.select(scores, bias, k)
-    few, few_alpha = scores[real], alpha[real]
-    np.testing.assert_array_equal(router.exact_bhat(scores, alpha, k, real), router.exact_bhat(few, few_alpha, k))
-    both = [router.margin_histogram(s, a, bias, 50, r) for s, a, r in ((scores, alpha, real), (few, few_alpha, None))]
-    np.testing.assert_array_equal(*both)
+    all_, few = op(scores, bias, k=k, bins=50, real_M=real), op(scores[real], bias, k=k, bins=50)
+    np.testing.assert_array_equal(router.exact_bhat(scores, all_.cutoff_M, k, real),
+                                  router.exact_bhat(scores[real], few.cutoff_M, k))
+    np.testing.assert_array_equal(all_.histogram, few.histogram)
+    np.testing.assert_array_equal(all_.load_E, few.load_E)
 
 
 def test_histogram_adds_over_micro_batches():
     rng = np.random.default_rng(1)
     scores, bias = jnp.asarray(rng.uniform(size=(64, 8)), jnp.float32), jnp.asarray(rng.normal(size=8), jnp.float32)
-    _, alpha = router.select(scores, bias, 2)
-    whole = router.margin_histogram(scores, alpha, bias, 100)
-    halves = sum(router.margin_histogram(scores[i : i + 32], alpha[i : i + 32], bias, 100) for i in (0, 32))
-    np.testing.assert_array_equal(whole, halves)
+    whole = op(scores, bias, k=2, bins=100).histogram
+    np.testing.assert_array_equal(whole, sum(op(half, bias, k=2, bins=100).histogram for half in jnp.split(scores, 2)))
 
 
 def test_target_load_is_exact_where_floats_and_int32_are_not():
-    whole, rest = router.target_load(jnp.int32(2**30 + 7), 16, 896)
+    whole, rest = target_load(jnp.int32(2**30 + 7), 16, 896)
     q, r = divmod((2**30 + 7) * 16, 896)
     assert (int(whole), int(rest)) == (q, r)
-
-
-def test_ties_go_to_the_lower_expert():
-    experts, _ = router.select(jnp.full((5, 8), 0.25), jnp.zeros(8), 3)
-    np.testing.assert_array_equal(experts, np.tile([0, 1, 2], (5, 1)))
-
-
-def test_weights_ignore_the_bias_and_sum_to_the_scale():
-    scores = jnp.asarray([[0.2, 0.6, 0.4, 0.9]])
-    weights = router.weights_of(scores, jnp.asarray([[0, 3]]), 2.446)
-    np.testing.assert_allclose(weights, 2.446 * np.array([[0.2, 0.9]]) / 1.1, rtol=1e-6)
 
 
 def test_batch_threshold_takes_the_quantile():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.router import router as route
 from trillium_moe.config import ModelConfig
-from trillium_moe.model import router
+from trillium_moe.model import few, router
 from trillium_moe.model.context import Context
+from trillium_moe.model.experts import alignment, ffn
 from trillium_moe.model.ffn import DenseFFN
 from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import RouterBias, linear, normal, ones, param, wide
@@ -60,24 +64,51 @@ class MoE(nnx.Module):
             u, aux = self.expert_choice(z, scores, real)
         else:
             # statistics of `aux` are those of each shard until `parallel.expert.reduce_stats`
-            experts, alpha, aux = expert.route(where, c, jax.lax.stop_gradient(scores), bias, real)
+            experts, weights, alpha, aux = expert.route(where, c, scores, bias, real)
             if c.balancing == "quantile_exact":
-                all_tokens = jax.lax.stop_gradient(scores).reshape(-1, c.n_experts), alpha.reshape(-1)
+                scores = jax.lax.stop_gradient(scores)
+                all_tokens = scores.reshape(-1, c.n_experts), alpha.reshape(-1)
                 aux["bhat"] = router.exact_bhat(*all_tokens, c.k, real.reshape(-1))
                 aux["batches"] = jnp.ones((), jnp.int32)
             elif c.balancing == "aux_loss":
                 load = aux["load"].sum(0) if where else aux["load"]
                 loss = router.aux_loss(scores.reshape(-1, c.n_experts), load, real.reshape(-1))
-                scores = router.add_loss(scores, c.aux_weight * ctx.aux_scale * loss)
+                weights = router.add_loss(weights, c.aux_weight * ctx.aux_scale * loss)
                 aux["aux_loss"] = jax.lax.stop_gradient(loss)
-            u, dropped = expert.mix(where, self.config, z, scores, experts, self.weights())
+            if c.record:
+                first = experts[: -(-c.record // T)] if where else experts
+                aux["experts"] = first.reshape(-1, c.k)[: c.record]
+            u, dropped = expert.mix(where, self.config, z, experts, weights, self.weights())
             aux |= dropped
+        return self.output(x, u).reshape(x_BTD.shape), aux
+
+    def each(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The layer for generation: no statistics, nothing dropped, no token's result depends on another token."""
+        c, (B, T, D) = self.config.moe, x_BTD.shape
+        where = layout(B, T)
+        # experts cut over devices stay where they are: every device runs its own for all tokens
+        how = few.variant(B * T, c.k, c.n_experts, gather=where is None)
+        x = x_BTD if where and how == "grouped" else x_BTD.reshape(-1, D)
+        scores, bias = self.scores(x), self.bias[...]
+        z = linear(x, self.down) if c.latent_dim else x
+        if how == "grouped":
+            plain = dataclasses.replace(c, balancing="none", capacity=0.0)  # without statistics, with room for all
+            experts, p, _, _ = expert.route(where, plain, scores, bias, jnp.ones(x.shape[:-1], bool))
+            u, _ = expert.mix(where, dataclasses.replace(self.config, moe=plain), z, experts, p, self.weights())
+        else:
+            # kernels run on shards, and here all tokens are on every device: XLA's form where there are several
+            implementation = "xla" if where else c.router_implementation or None
+            found = route(scores, bias, k=c.k, scale=c.routed_scale, implementation=implementation)
+            u = getattr(few, how)(self.config, z, found.weights_MK, found.experts_MK, self.weights())
+        return self.output(x, u).reshape(x_BTD.shape)
+
+    def output(self, x: Float[Array, "*b D"], u: Float[Array, "*b L"]) -> Float[Array, "*b D"]:
+        """Mixed experts back in the model's width, and the shared ones."""
         u = u.astype(x.dtype)
-        if c.latent_dim:
-            u = rms_norm(u, self.norm[...], self.config.norm_eps) if c.latent_norm else u
+        if self.config.moe.latent_dim:
+            u = rms_norm(u, self.norm[...], self.config.norm_eps) if self.config.moe.latent_norm else u
             u = linear(u, self.up)
-        y = u + self.shared(x)[0] if c.n_shared else u
-        return y.reshape(x_BTD.shape), aux
+        return u + self.shared(x)[0] if self.config.moe.n_shared else u
 
     def expert_choice(self, z_ML, scores_ME, real_M) -> tuple[Float[Array, "M L"], dict]:
         """Balancing by batch_threshold: experts pick tokens, so a token has between 0 and E experts."""
@@ -87,9 +118,10 @@ class MoE(nnx.Module):
         total_M = jnp.where(taken_ME, scores_ME, 0).sum(-1) + 1e-20
         token_A = tokens_EQ.reshape(-1)
         expert_A = jnp.repeat(jnp.arange(E), tokens_EQ.shape[1])
-        slot, source, sizes = plan(expert_A, E)
+        slot, source, sizes = plan(expert_A, E, alignment(self.config))
         rows = dispatch(jnp.take(z_ML, token_A, axis=0), slot, source, 1)
-        y_AL = jnp.take(expert.ffn(self.config, rows, sizes, *self.weights()), slot, axis=0)
         weight_A = c.routed_scale * scores_ME[token_A, expert_A] / total_M[token_A]
-        u = jnp.zeros((M, z_ML.shape[1]), weight_A.dtype).at[token_A].add(wide(y_AL) * weight_A[:, None])
+        weight_R = dispatch(weight_A[:, None], slot, source, 1)[:, 0]
+        y_AL = jnp.take(ffn(self.config, rows, weight_R, sizes, *self.weights()), slot, axis=0)
+        u = jnp.zeros((M, z_ML.shape[1]), weight_A.dtype).at[token_A].add(wide(y_AL))
         return u, {"load": (taken_ME & real_M[:, None]).sum(0).astype(jnp.int32)}

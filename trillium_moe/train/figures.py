@@ -33,6 +33,7 @@ STYLE = {
 }
 HALO = [withStroke(linewidth=3, foreground="white")]  # keeps a label readable on a curve
 SIZE, WIDE = (6.2, 3.7), (12.6, 3.9)  # inches: half and full width of the page
+SHOWN = 5  # steps that a history shows side by side
 
 Lines = Sequence[dict[str, Any]]
 
@@ -96,6 +97,59 @@ def expert_load(load_LE: np.ndarray | None, config: Config) -> Figure | None:
     _layer_ticks(axes, [i for i, kind in enumerate(config.model.ffns) if kind == "moe"])
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.set(xlabel="expert", ylabel="layer")
+    return figure
+
+
+@styled
+def load_history(loads: Sequence[tuple[int, np.ndarray]], config: Config) -> Figure | None:
+    """Tokens of each expert over the mean of its layer, at up to SHOWN steps of those given as (step, load_LE)."""
+    if len(loads) < 2:
+        return None
+    picked = [loads[i] for i in np.unique(np.linspace(0, len(loads) - 1, min(SHOWN, len(loads))).round().astype(int))]
+    relative = [load / np.maximum(load.mean(1, keepdims=True), 1e-9) for _, load in picked]
+    figure = Figure(figsize=WIDE)
+    panels = figure.subplots(1, len(picked), sharey=True, squeeze=False)[0]
+    norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(np.quantile(np.concatenate(relative), 0.995))))
+    for axes, (step, _), load in zip(panels, picked, relative):
+        axes.set_title(f"step {step:,}")
+        image = axes.imshow(load, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.set_xlabel("expert")
+    _layer_ticks(panels[0], [i for i, kind in enumerate(config.model.ffns) if kind == "moe"])
+    panels[0].set_ylabel("layer")
+    bar = figure.colorbar(image, ax=panels, pad=0.01, fraction=0.03, aspect=24)
+    bar.outline.set_visible(False)
+    bar.locator = MaxNLocator(5)
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.2g}×"))
+    return figure
+
+
+@styled
+def routing(lines: Lines) -> Figure | None:
+    """What a mean load cannot show: idle experts, how many are effectively in use, and how fast choices change."""
+    if not len(series(lines, "router/min_violation")[0]):
+        return None
+    figure = Figure(figsize=WIDE)
+    left, middle, right = figure.subplots(1, 3)
+    for axes, title, unit, names in (
+        (left, "Idle experts", "share of the mean load that is missing", ("router/min_violation",)),
+        (middle, "Evenness and spread", "entropy / ln n; bias", ("router/entropy", "router/bias_spread")),
+        (right, "Routing churn", "choices changed since the last evaluation", ("router/churn", "router/churn_worst")),
+    ):
+        _title(axes, title, unit)
+        for name, color in zip(names, (BLUE, TEAL)):
+            steps, values = series(lines, name)
+            if len(steps):
+                axes.plot(steps, values, color=color, label=name.removeprefix("router/").replace("_", " "))
+                _end_label(axes, steps[-1], values[-1], color)
+        if axes.lines:
+            axes.legend(loc="best", fontsize=8.5)
+        else:
+            _note(axes, "no second evaluation yet")
+        axes.set_ylim(bottom=0)
+        _step_axis(axes)
     return figure
 
 

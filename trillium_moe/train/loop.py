@@ -29,14 +29,17 @@ from trillium_moe.config import Config, ConfigError, TrainConfig, check, load_co
 from trillium_moe.data.pipeline import make_pipeline
 from trillium_moe.data.sources import make_source, order0_entropy
 from trillium_moe.data.tokenizer import make_tokenizer
+from trillium_moe.evals.churn import churn
 from trillium_moe.evals.heldout import heldout
-from trillium_moe.infer.generate import LoadedModel, Sampling, generate
+from trillium_moe.infer.generate import LoadedModel, generate
+from trillium_moe.infer.sampling import Sampling
 from trillium_moe.parallel import runtime
 from trillium_moe.parallel.mesh import check_mesh, make_mesh
 from trillium_moe.parallel.sharding import batch_spec, state_shardings, with_shardings
 from trillium_moe.shapes import PyTree
 from trillium_moe.train import checkpoint
 from trillium_moe.train.checkpoint import NonFiniteError
+from trillium_moe.train.load import alarms
 from trillium_moe.train.metrics import MetricWriter, start_fetch
 from trillium_moe.train.report import write_facts, write_report
 from trillium_moe.train.state import abstract_state, init_state
@@ -47,7 +50,7 @@ WATCHED = ("train/loss", "train/grad_norm")  # fetched at every step; either one
 # Keys that may change between the parts of one run: they decide how long it is and what it writes. A new train.steps
 # changes the learning-rate schedule from the resumed step on.
 RESUMABLE = ("name", "train.steps", "train.log_every", "train.eval_every", "train.eval_batches",
-             "train.checkpoint_every", "train.keep", "train.sample_tokens",
+             "train.checkpoint_every", "train.keep", "train.sample_tokens", "train.alarm_violation", "train.alarm_dead",
              "mesh.replica", "mesh.data", "mesh.context", "mesh.expert", "mesh.model")
 
 
@@ -111,6 +114,8 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
             if is_logged(config, step):
                 arrays = step == 1 or is_evaluated(config, step) or is_saved(config, step)
                 writer.write(step, {**metrics, **heldout, **meter.since_last_line()}, arrays)
+                for alarm in alarms(config, metrics) if runtime.is_main() else ():
+                    logging.warning("step %d: %s", step, alarm)
             if progress:
                 _show(bar, step, seen, metrics, meter)
 
@@ -168,8 +173,20 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
     eval_step = make_eval_step(config, mesh)
 
     def evaluate(state) -> dict[str, float]:
-        return heldout(eval_step, state.params, state.router_bias, iter(held), tokenizer.token_bytes,
-                       config.train.eval_batches, lambda batch: runtime.place(batch, layout, range(rows), rows))
+        probe = []  # the experts of the first batch, which is always the same
+
+        def step(*args):
+            sums = dict(eval_step(*args))
+            experts = sums.pop("experts", None)
+            if experts is not None and not probe:
+                probe.append(experts)
+            return sums
+
+        values = heldout(step, state.params, state.router_bias, iter(held), tokenizer.token_bytes,
+                         config.train.eval_batches, lambda batch: runtime.place(batch, layout, range(rows), rows))
+        if probe and runtime.is_main():
+            values |= churn(workdir, int(state.step), jax.device_get(probe[0]))
+        return values
 
     task = Task(
         init=lambda: init_state(config),
@@ -183,7 +200,8 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
     if not runtime.is_main():
         return outcome
     # a process cannot run the model alone; `experiments.generate` samples from the checkpoint
-    if outcome.finished and config.train.sample_tokens and jax.process_count() == 1:
+    can_generate = config.model.moe.balancing != "batch_threshold"  # whose experts depend on later tokens
+    if outcome.finished and config.train.sample_tokens and can_generate and jax.process_count() == 1:
         model = LoadedModel(config, outcome.step, outcome.state.params, outcome.state.router_bias, tokenizer)
         (epath.Path(workdir) / "sample.txt").write_text(_sample(model))
     report = write_report(workdir)

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from trillium_moe.config import Config, load_config
 from trillium_moe.train import figures
 from trillium_moe.train.counts import count_modules, human, totals
-from trillium_moe.train.metrics import read_arrays, read_metrics
+from trillium_moe.train.metrics import array_steps, read_arrays, read_metrics
 from trillium_moe.train.report_page import PAGE
 
 CAPTIONS = {
@@ -38,6 +38,15 @@ CAPTIONS = {
         "One row per MoE layer, one column per expert. Neutral is the mean load, orange too many "
         "tokens, blue too few. A balanced router leaves the picture nearly blank; a cell of full blue "
         "is a dead expert."
+    ),
+    "history": (
+        "The same picture at five moments of the run, all in one scale: bands that stay are experts the balancing does "
+        "not reach."
+    ),
+    "routing": (
+        "Left: how far the idlest expert of a layer is below the mean, mean over layers; 1 is an expert without "
+        "tokens. Middle: entropy of the loads (1 is even) and the range of the router bias. Right: the share of a "
+        "token's experts that changed since the evaluation before, on the same held-out tokens."
     ),
     "balance": (
         "Line: mean over layers; shaded up to the worst layer. Sampling alone leaves the dashed "
@@ -60,6 +69,9 @@ CAPTIONS = {
     ),
     "speed": "Without compilation, evaluation and checkpoints. Dips are the machine, not the model.",
 }
+
+
+WIDE = ("loss", "history", "routing")  # pictures that take the page's full width
 
 
 def write_facts(workdir: epath.PathLike, config: Config, **more: Any) -> None:
@@ -92,7 +104,9 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
     pictures = {
         "loss": figures.losses(lines, facts.get("order0_bits_per_byte")),
         "load": figures.expert_load(arrays.get("router/load_LE"), config),
+        "history": figures.load_history(_loads(workdir), config),
         "balance": figures.balance(lines),
+        "routing": figures.routing(lines),
         "depth": figures.depth_attention(arrays.get("attn_res/weights_SN")),
         "decay": figures.half_lives(arrays.get("kda/log_decay_LHK"), config),
         "optimizer": figures.optimizer(lines, config),
@@ -111,13 +125,19 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
     return page
 
 
+def _loads(workdir: epath.Path) -> list[tuple[int, np.ndarray]]:
+    """(step, load_LE) of every step whose arrays were written."""
+    found = (read_arrays(workdir, step) for step in array_steps(workdir))
+    return [(step, arrays["router/load_LE"]) for step, arrays in found if "router/load_LE" in arrays]
+
+
 def _page(config: Config, lines: list[dict], array_step: int, facts: dict, shown: dict[str, bytes], sample: str) -> str:
     last = lines[-1] if lines else {}
     done = last.get("step", 0)
     state = "finished" if done >= config.train.steps else f"step {done:,} of {config.train.steps:,}"
     notes = {"load": f" Step {array_step:,}.", "depth": f" Step {array_step:,}.", "decay": f" Step {array_step:,}."}
     plates = "\n".join(
-        f'<figure class="{"wide" if name == "loss" else ""}"><img alt="{name}" '
+        f'<figure class="{"wide" if name in WIDE else ""}"><img alt="{name}" '
         f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
         f"<figcaption>{html.escape(CAPTIONS[name])}{notes.get(name, '')}</figcaption></figure>"
         for name, png in shown.items())

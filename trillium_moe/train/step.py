@@ -14,12 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trillium_moe.config import Config, ModelConfig
+from trillium_moe.evals.churn import PROBE
 from trillium_moe.model.context import Context
 from trillium_moe.model.router import next_bias
 from trillium_moe.optim.qk_clip import qk_clip
 from trillium_moe.parallel import sharding
 from trillium_moe.parallel.expert import reduce_stats
 from trillium_moe.shapes import Array, Int, PyTree
+from trillium_moe.train.load import load_metrics
 from trillium_moe.train.loss import loss_sum, nll_sum
 from trillium_moe.train.schedule import make_schedule
 from trillium_moe.train.state import TrainState, abstract_state, model_def, optimizer
@@ -100,15 +102,11 @@ def summarise(config: ModelConfig, aux: dict, router_bias: nnx.State, n_tokens: 
     """Router, decay and attention statistics of a step as flat metrics."""
     out = {}
     if "moe" in aux:
-        load = aux["moe"]["load"]
-        violation = load.max(-1) / jnp.maximum(load.mean(-1), 1e-9) - 1
-        # what independent tokens would show even under a perfect bias: training.md D.2
+        load, bias = aux["moe"]["load"], router_bias["moe"]["bias"][...]
         q = n_tokens * config.moe.k / config.moe.n_experts
-        out["router/max_violation"] = violation.mean()
-        out["router/max_violation_worst"] = violation.max()
-        out["router/floor"] = jnp.sqrt(2 * jnp.log(config.moe.n_experts) / q)
-        out["router/load_LE"] = load
-        out["router/bias_LE"] = router_bias["moe"]["bias"][...]
+        floor = jnp.sqrt(2 * jnp.log(config.moe.n_experts) / q)
+        out |= load_metrics(load, bias, jax.sharding.get_abstract_mesh().shape.get("expert", 1), floor)
+        out["router/load_LE"], out["router/bias_LE"] = load, bias
         if "dropped" in aux["moe"]:
             out["router/dropped"] = aux["moe"]["dropped"].sum()
         if "aux_loss" in aux["moe"]:
@@ -174,16 +172,23 @@ def in_mesh(mesh: Mesh | None) -> Callable[[Callable], Callable]:
 def make_eval_step(
     config: Config, mesh: Mesh | None = None
 ) -> Callable[[nnx.State, nnx.State, Batch], dict[str, Array]]:
-    """f(params, router_bias, batch) -> {"nll": summed nats, "weight": summed weights}, jitted. Nothing is updated."""
-    graphdef = model_def(config.model)[0]
+    """f(params, router_bias, batch) -> {"nll": summed nats, "weight": summed weights}, jitted. Nothing is updated.
+
+    With routed experts it also gives "experts" [L, PROBE, k], those of the batch's first tokens, for `evals.churn`.
+    """
+    recording = replace(config.model, moe=replace(config.model.moe, record=PROBE))
+    graphdef = model_def(recording)[0]
     placed = {} if mesh is None else {"out_shardings": NamedSharding(mesh, P())}
 
     @functools.partial(jax.jit, **placed)
     @in_mesh(mesh)
     def eval_step(params: nnx.State, router_bias: nnx.State, batch: Batch):
         model = nnx.merge(graphdef, params, router_bias)
-        h, _ = model.hidden(batch["tokens"], Context(batch["segment_ids"]))
+        h, aux = model.hidden(batch["tokens"], Context(batch["segment_ids"]))
         nll = nll_sum(model, h, batch["targets"], batch["weights"])
-        return {"nll": nll, "weight": batch["weights"].sum()}
+        out = {"nll": nll, "weight": batch["weights"].sum()}
+        if "experts" in aux.get("moe", {}):
+            out["experts"] = aux["moe"]["experts"]
+        return out
 
     return eval_step
