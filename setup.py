@@ -8,6 +8,7 @@ README = Path(__file__).parent / "README.md"
 
 PACKAGES = ["trillium_moe", "pallas_kernels", "experiments", "configs"]
 PARQUET = ["pyarrow"]
+SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
 
 setup(
     name="trillium-moe",
@@ -48,8 +49,9 @@ setup(
         "aot": ["jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<13.1", "nvidia-nvvm>=13,<13.1"],
         "triton": ["jax-triton>=0.4.1"],
         "parquet": PARQUET,
+        "serve": SERVE,
         "notebooks": ["ipykernel", "jupytext", "nbclient"],
-        "dev": ["beartype", "hypothesis", "pytest>=9", "pytest-xdist", "ruff", *PARQUET],
+        "dev": ["beartype", "hypothesis", "pytest>=9", "pytest-xdist", "ruff", *PARQUET, *SERVE],
     },
     classifiers=[
         "Intended Audience :: Science/Research",

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.attention.cached import cached_attention
 from trillium_moe.config import ModelConfig
+from trillium_moe.model.cache import Latents
 from trillium_moe.model.context import Context
 from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import linear, normal, ones, param, wide
@@ -55,28 +57,71 @@ class MLA(nnx.Module):
         self.out = weight((H, c.v_dim, D), ("heads", "head_dim", "embed"), n_in=2)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
-        c, R = self.config.mla, self.config.mla.kv_lora_rank
-        heads = lambda x, w: jnp.einsum("btr,rhk->bthk", x, w.astype(x.dtype))
-        if c.q_lora_rank:
-            q_latent = rms_norm(linear(x_BTD, self.q_down), self.q_norm[...], LORA_EPS)
-            q = heads(q_latent, self.q_up)
-        else:
-            q = heads(x_BTD, self.q)
-        latent, k_rope = jnp.split(linear(x_BTD, self.kv_down), [R], axis=-1)
-        latent = rms_norm(latent, self.kv_norm[...], LORA_EPS)
+        c = self.config.mla
+        at = None
         if c.position == "rope":
             ids = jnp.zeros(x_BTD.shape[:2], jnp.int32) if ctx.segment_ids is None else ctx.segment_ids
             at = positions(ids)
-            q_nope, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
-            q = jnp.concatenate([q_nope, rotate(q_rope, at, c.rope_theta)], axis=-1)
-            k_rope = rotate(k_rope[:, :, None], at, c.rope_theta)[:, :, 0]
-        # k_rope: one key part, shared by all heads and not normed
+        latent, k_rope = self.latents(x_BTD, at)
+        q = self.queries(x_BTD, at)
         o, max_logit = latent_attention(
             q, latent, k_rope, self.k_up.astype(q.dtype), self.v_up.astype(q.dtype),
-            scale=(c.nope_dim + c.rope_dim) ** -0.5, segment_ids=ctx.segment_ids,
-            implementation=c.implementation or None,
+            scale=self.scale, segment_ids=ctx.segment_ids, implementation=c.implementation or None,
         )  # fmt: skip
-        if c.gate == "full":
-            o = o * jax.nn.sigmoid(wide(heads(x_BTD, self.gate)))
-        o = o.astype(x_BTD.dtype)
-        return jnp.einsum("bthv,hvd->btd", o, self.out.astype(o.dtype)), {"max_logit": max_logit}
+        return self.output(x_BTD, o), {"max_logit": max_logit}
+
+    def extend(
+        self, x_BTD: Float[Array, "B T D"], n_B: Int[Array, " B"], past: Latents, rows: Array | None, length_B: Array
+    ) -> tuple[Float[Array, "B T D"], Latents]:
+        """Continues sequences by the first n tokens of each row; see `trillium_moe.infer.forward.extend`."""
+        B, T, _ = x_BTD.shape
+        R = self.config.mla.kv_lora_rank
+        at = length_B[:, None] + jnp.arange(T)
+        new = jnp.concatenate(self.latents(x_BTD, at), axis=-1)
+        # a token that is not there gets a position of its own past the end, where writing does nothing
+        place = jnp.where(jnp.arange(T) < n_B[:, None], at, past.values.shape[1] + jnp.arange(T))
+        past = past.write(rows, place, new, R)
+        q = self.queries(x_BTD, at)
+        o = cached_attention(
+            q, at, lambda start, size: past.read(rows, start, size, q.dtype, R), past.values.shape[1],
+            (length_B + n_B).max(), self.k_up.astype(q.dtype), self.v_up.astype(q.dtype), scale=self.scale,
+        )  # fmt: skip
+        return self.output(x_BTD, o), past
+
+    @property
+    def scale(self) -> float:
+        return (self.config.mla.nope_dim + self.config.mla.rope_dim) ** -0.5
+
+    def queries(self, x_BTD: Float[Array, "B T D"], at_BT: Int[Array, "B T"] | None) -> Float[Array, "B T H K"]:
+        """Queries of all heads; at_BT: positions, read with position rope only."""
+        c = self.config.mla
+        if c.q_lora_rank:
+            q = _heads(rms_norm(linear(x_BTD, self.q_down), self.q_norm[...], LORA_EPS), self.q_up)
+        else:
+            q = _heads(x_BTD, self.q)
+        if c.position == "rope":
+            q_nope, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
+            q = jnp.concatenate([q_nope, rotate(q_rope, at_BT, c.rope_theta)], axis=-1)
+        return q
+
+    def latents(
+        self, x_BTD: Float[Array, "B T D"], at_BT: Int[Array, "B T"] | None
+    ) -> tuple[Float[Array, "B T R"], Float[Array, "B T P"]]:
+        """What is kept of a token: its normed latent, and one key part, shared by all heads and not normed."""
+        c = self.config.mla
+        latent, k_rope = jnp.split(linear(x_BTD, self.kv_down), [c.kv_lora_rank], axis=-1)
+        latent = rms_norm(latent, self.kv_norm[...], LORA_EPS)
+        if c.position == "rope":
+            k_rope = rotate(k_rope[:, :, None], at_BT, c.rope_theta)[:, :, 0]
+        return latent, k_rope
+
+    def output(self, x_BTD: Float[Array, "B T D"], o_BTHV: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
+        """Gate and output projection."""
+        if self.config.mla.gate == "full":
+            o_BTHV = o_BTHV * jax.nn.sigmoid(wide(_heads(x_BTD, self.gate)))
+        o_BTHV = o_BTHV.astype(x_BTD.dtype)
+        return jnp.einsum("bthv,hvd->btd", o_BTHV, self.out.astype(o_BTHV.dtype))
+
+
+def _heads(x_BTR, w_RHK):
+    return jnp.einsum("btr,rhk->bthk", x_BTR, w_RHK.astype(x_BTR.dtype))

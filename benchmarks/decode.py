@@ -1,0 +1,247 @@
+"""Decoding and prefill of one model against the floors: python -m benchmarks.decode --scale=large
+
+Weights and cache contents are random: nothing is prefilled to reach a long context, the cache is put there. A step is
+the whole of `Engine.decode`'s program: the model, the head and greedy sampling. The floor of a step is the bytes that
+must be read or written over BANDWIDTH: weights (of experts, those that some token takes, in expectation), latents of
+the context, KDA states twice.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs.scales import SCALES
+from trillium_moe.config import ConfigError, ModelConfig
+from trillium_moe.infer import engine, forward
+from trillium_moe.infer.sampling import Settings
+from trillium_moe.model.cache import Cache, abstract_cache, check_memory, full_head_bytes, nbytes, token_bytes
+from trillium_moe.train.state import model_def
+
+BANDWIDTH = 4.3e12  # bytes a second that one H200 reached in large copies
+
+
+def random_tree(abstract):
+    """Random arrays: norms one, decay parameters at their initial values, the rest small. One program per shape."""
+    made = {}
+
+    def fill(path, x):
+        name = "".join(str(p) for p in path)
+        if "norm" in name:
+            return jnp.ones(x.shape, x.dtype)
+        if "dt_bias" in name or "a_log" in name:
+            return jnp.full(x.shape, -4.6 if "dt_bias" in name else 0.0, x.dtype)
+        if (x.shape, x.dtype) not in made:
+            made[x.shape, x.dtype] = jax.jit(lambda key: (0.02 * jax.random.normal(key, x.shape)).astype(x.dtype))
+        return made[x.shape, x.dtype](jax.random.key(len(name) + hash(name) % 1000))
+
+    return jax.tree.map_with_path(fill, abstract)
+
+
+def random_weights(config: ModelConfig) -> forward.Weights:
+    abstract = jax.eval_shape(lambda *v: forward.serving_weights(config, *v), *model_def(config)[1:])
+    return random_tree(abstract)
+
+
+def cache_at(config: ModelConfig, batch: int, context: int, latents: str = "") -> Cache:
+    """A cache whose sequences hold `context` tokens and have room for 64 more."""
+    abstract = abstract_cache(config, batch, context + 64, latents)
+    check_memory(abstract, jax.devices()[0])
+
+    def fill(x):
+        # one random block, repeated: random numbers for all of it would need as much memory again
+        part = jnp.asarray(np.random.default_rng(0).normal(size=x.shape[-2:]), jnp.float32)
+        part = (part * (30 if x.dtype == jnp.int8 else 0.5)).astype(x.dtype)
+        return jax.jit(lambda p: jnp.broadcast_to(p, x.shape))(part)
+
+    rest = jax.tree.map(fill, abstract._replace(length=()))
+    return rest._replace(length=jnp.full(batch, context, jnp.int32))
+
+
+def step_bytes(config: ModelConfig, weights: forward.Weights, cache: Cache, context: int) -> dict[str, float]:
+    """Bytes that one decoding step of all sequences must move."""
+    B, c = cache.length.shape[0], config.moe
+    moe = [layer for kind, layer in zip(_kinds(config), weights.layers) if kind == "moe"]
+    expert = nbytes([(layer["w_gate"], layer["w_up"], layer["w_down"]) for layer in moe])
+    taken = 1 - (1 - c.k / c.n_experts) ** B
+    rest = nbytes(weights) - expert - nbytes(weights.embed)
+    return {
+        "experts": expert * taken, "weights": rest, "latents": token_bytes(cache) * B * context,
+        "states": 2 * nbytes([x.state for x in cache.kda]),
+    }  # fmt: skip
+
+
+def _kinds(config):
+    return [name for pair in zip(config.mixers, config.ffns) for name in pair]
+
+
+def decode_args(config: ModelConfig, weights, cache, steps: int):
+    B = cache.length.shape[0]
+    greedy = Settings(np.zeros(B, np.uint32), np.zeros(B, np.float32), np.zeros(B, np.int32), np.ones(B, np.float32))
+    pending = np.random.default_rng(1).integers(0, config.vocab_size, B).astype(np.int32)
+    return (config, steps, weights, cache, pending, np.full(B, -1, np.int32), np.full(B, 1 << 20, np.int32),
+            np.zeros(B, np.int32), greedy, np.full((B, engine.MOST_STOPS), -1, np.int32))
+
+
+def compile_decode(config: ModelConfig, weights, batch: int, context: int, steps: int, latents: str):
+    """The program and the seconds it took, from shapes alone: several can compile at once."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+    cache = abstract_cache(config, batch, context + 64, latents)
+    start = time.perf_counter()
+    run = engine._decode.lower(*decode_args(config, shapes, cache, steps)).compile()
+    return run, time.perf_counter() - start
+
+
+def time_decode(
+    config: ModelConfig, weights, compiled, batch: int, context: int, steps: int, latents: str, trace: bool = False
+):
+    run, compile_s = compiled
+    cache = cache_at(config, batch, context, latents)
+    floor = step_bytes(config, weights, cache, context)
+    args = list(decode_args(config, weights, cache, steps))[2:]
+
+    def once():
+        args[1] = args[1]._replace(length=jnp.full(batch, context, jnp.int32))
+        jax.block_until_ready(args[1])
+        start = time.perf_counter()
+        tokens, _, _, args[1] = run(*args)
+        np.asarray(tokens)
+        return (time.perf_counter() - start) / steps
+
+    cache = None
+    once()
+    samples = [once() for _ in range(5)]
+    if trace:
+        kernel_times(once, steps)
+    ms = statistics.median(samples) * 1e3
+    floor_ms = sum(floor.values()) / BANDWIDTH * 1e3
+    return {
+        "batch": batch, "context": context, "ms": ms, "floor_ms": floor_ms, "of_floor": floor_ms / ms,
+        "tokens_per_s": batch / ms * 1e3, "compile_s": compile_s,
+        **{f"{k}_GB": v / 1e9 for k, v in floor.items()},
+    }  # fmt: skip
+
+
+def kernel_times(once, steps: int, top: int = 45):
+    """Prints the device's kernels by time, per decoding step."""
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            once()
+        (path,) = Path(directory).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    total = collections.Counter()
+    count = collections.Counter()
+    for plane in data.planes:
+        if "/device:GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if "Stream" not in line.name:
+                continue
+            for event in line.events:
+                total[event.name] += event.duration_ns
+                count[event.name] += 1
+    print(f"kernels: {sum(count.values()) / steps:.0f} a step, {sum(total.values()) / steps / 1e3:.0f} us")
+    for name, ns in total.most_common(top):
+        print(f"{ns / steps / 1e3:9.1f} us {count[name] / steps:7.1f}x  {name[:100]}")
+    sys.stdout.flush()
+
+
+def time_prefill(config: ModelConfig, weights, contexts: list[int], chunk: int, limit_s: float):
+    """Tokens per second of prefilling each context in chunks of one sequence.
+
+    Where all chunks would take longer than limit_s, chunks at eight places are timed and the rest interpolated: the
+    time of a chunk is linear in the tokens before it.
+    """
+    longest = max(contexts)
+    cache = cache_at(config, 1, longest)
+    tokens = np.random.default_rng(2).integers(0, config.vocab_size, (1, chunk)).astype(np.int32)
+    n, rows = np.array([chunk], np.int32), np.array([0], np.int32)
+    run = engine._prefill.lower(config, weights, cache, tokens, n, rows, tokens).compile()
+
+    def at(position, cache):
+        cache = cache._replace(length=jnp.full(1, position, jnp.int32))
+        start = time.perf_counter()
+        cache = run(weights, cache, tokens, n, rows, tokens)
+        jax.block_until_ready(cache)
+        return time.perf_counter() - start, cache
+
+    _, cache = at(0, cache)
+    out = []
+    for context in sorted(contexts):
+        positions = range(0, context, chunk)
+        last, cache = at(positions[-1], cache)
+        exact = last * len(positions) < limit_s
+        some = positions if exact else [positions[i] for i in np.linspace(0, len(positions) - 1, 8).astype(int)]
+        times = []
+        for position in some:
+            t, cache = at(position, cache)
+            times.append(t)
+        total = sum(times) if exact else float(np.interp(list(positions), list(some), times).sum())
+        out.append({"context": context, "tokens_per_s": context / total, "seconds": total, "interpolated": not exact,
+                    "first_chunk_ms": times[0] * 1e3, "last_chunk_ms": times[-1] * 1e3})
+        print("prefill", json.dumps(out[-1]), flush=True)
+    return out
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--scale", default="large", choices=list(SCALES))
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 32, 256])
+    parser.add_argument("--context", type=int, nargs="*", default=[1024, 65536, 1 << 20])
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--latents", default="")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 131072, 1 << 20])
+    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds of prefill beyond which chunks are sampled")
+    parser.add_argument("--trace", action="store_true", help="print the first two programs' kernels by time")
+    parser.add_argument("--kda", action="store_true", help="also the KDA layers alone, by context")
+    args = parser.parse_args(argv)
+    config = dataclasses.replace(SCALES[args.scale](), scan_layers=False)
+    print(jax.devices()[0].device_kind, args.scale, flush=True)
+    per_token = token_bytes(abstract_cache(config, 1, 64, args.latents))
+    print(f"cache: {per_token:.0f} bytes per token of context; full-head KV in every layer {full_head_bytes(config)}: "
+          f"{full_head_bytes(config) / per_token:.1f} times as many", flush=True)
+    weights = random_weights(config)
+    print(f"weights: {nbytes(weights) / 1e9:.2f} GB", flush=True)
+    shapes = [(batch, context) for context in args.context for batch in args.batch]
+    settings = (args.steps, args.latents)
+    decodings(config, weights, shapes, settings, "decode", args.trace)
+    if args.prefill:
+        time_prefill(config, weights, args.prefill, args.chunk, args.limit)
+    if args.kda:
+        config = dataclasses.replace(config, mla_layers=(-1,))
+        weights = random_weights(config)
+        decodings(config, weights, [(32, context) for context in args.context], settings, "kda layers alone", False)
+
+
+def decodings(config, weights, shapes, settings, label, trace):
+    """Compiles the first, times it, compiles the others at once, times them."""
+    with ThreadPoolExecutor(8) as pool:
+        compiled = {}
+        for i, shape in enumerate(shapes):
+            try:
+                if i == 0:
+                    compiled[shape] = compile_decode(config, weights, *shape, *settings)
+                elif i == 1:
+                    jobs = {s: pool.submit(compile_decode, config, weights, *s, *settings) for s in shapes[1:]}
+                    wait(jobs.values())
+                if i:
+                    compiled[shape] = jobs[shape].result()
+                row = time_decode(config, weights, compiled[shape], *shape, *settings, trace and i < 2)
+            except (ConfigError, jax.errors.JaxRuntimeError) as error:
+                row = {"batch": shape[0], "context": shape[1], "error": str(error).split("\n")[0][:200]}
+            print(label, json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""The model over cached sequences: prefill and decoding are this one function at different numbers of tokens.
+
+Layers are unrolled, each with weights of its own: sliced out of a stack at every step they would be copied first, which
+for decoding is most of the time. `serving_weights` cuts the stacks up once, in the compute dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trillium_moe.config import ModelConfig
+from trillium_moe.model.attn_res import read
+from trillium_moe.model.cache import Cache
+from trillium_moe.model.kda import settled
+from trillium_moe.model.norms import rms_norm
+from trillium_moe.model.params import linear, wide
+from trillium_moe.model.stack import Schedule, Stack
+from trillium_moe.parallel import sharding
+from trillium_moe.shapes import Array, Float, Int, PyTree
+from trillium_moe.train.state import model_def
+
+
+class Weights(NamedTuple):
+    """A model cut up for generation. Pytree fields are untyped: arrays or shapes."""
+
+    embed: Any  # [V, D]
+    head: Any  # [D, V]
+    norm: Any  # [D]
+    sublayer_norm: Any  # [S, D]
+    query: Any  # [S + 1, D]: pseudo-queries of the depth reads; zeros without
+    layers: tuple[Any, ...]  # per sublayer: its variables
+    mtp: Any = None  # {"fuse", "hidden_norm", "token_norm", "mixer_norm", "ffn_norm": arrays, "mla", "moe": variables}
+
+
+@functools.cache
+def _graphdefs(config: ModelConfig) -> dict[str, nnx.GraphDef]:
+    """Graphdef of one layer of each kind."""
+    model = nnx.merge(*model_def(config))
+    defs = {kind: nnx.split(getattr(model, kind))[0] for kind in Schedule.of(config).kinds}
+    if config.n_mtp:
+        defs |= {f"mtp_{kind}": nnx.split(getattr(model.mtp, kind))[0] for kind in ("mla", "moe")}
+    return defs
+
+
+def serving_weights(config: ModelConfig, params: PyTree, router_bias: PyTree) -> Weights:
+    """Weights by layer: matrices in the compute dtype, cut over the mesh in context as layers use them."""
+    mesh = sharding.current_mesh()
+    graphdef = model_def(config)[0]
+    compute = jnp.dtype(config.dtypes.compute)
+
+    def dtype_of(variable):
+        # as sharding.gathered casts: router logits are computed in at least float32
+        axes, meta = variable.get_metadata()["axes"], variable.get_metadata()
+        matrix = isinstance(variable, nnx.Param) and (meta["muon"] and axes[-1] != "experts" or "vocab" in axes)
+        return compute if matrix else None
+
+    def cut(state, i=None):
+        def one(_, variable):
+            value = variable[...] if i is None else variable[...][i]
+            dtype = dtype_of(variable)
+            return variable.replace(value if dtype is None else value.astype(dtype))
+
+        return nnx.map_state(one, state)
+
+    def unstack(params, router_bias):
+        model = nnx.merge(graphdef, params, router_bias)
+        schedule = Schedule.of(config)
+        states = {kind: nnx.split(getattr(model, kind))[1] for kind in schedule.kinds}
+        layers = tuple(cut(states[schedule.kinds[k]], i) for k, i in zip(schedule.kind, schedule.index))
+        if config.residual == "none":
+            query = jnp.zeros((schedule.n_sublayers + 1, config.d_model), jnp.float32)
+        else:
+            query = wide(model.read_norm[...]) * wide(model.read_query[...])
+        mtp = None
+        if config.n_mtp:
+            names = ("fuse", "hidden_norm", "token_norm", "mixer_norm", "ffn_norm")
+            mtp = {name: getattr(model.mtp, name)[...] for name in names}
+            mtp |= {kind: cut(nnx.split(getattr(model.mtp, kind))[1], 0) for kind in ("mla", "moe")}
+        return Weights(model.embed[...].astype(compute), model.head[...].astype(compute), model.norm[...],
+                       model.sublayer_norm[...], query, layers, mtp)
+
+    if mesh is None:
+        return unstack(params, router_bias)  # slices and casts: compiling them as one program would take longer
+    place = _placed(jax.eval_shape(unstack, params, router_bias), dict(mesh.shape))
+    return jax.jit(unstack, out_shardings=place)(params, router_bias)
+
+
+def _placed(weights: Weights, sizes: dict[str, int]) -> Weights:
+    """Specs: heads, hidden widths and vocabulary over model, experts over expert, the rest whole."""
+    def one(x):
+        if not isinstance(x, nnx.Variable):
+            return jax.tree.map(lambda _: jax.P(), x)
+        axes = [axis for axis in x.get_metadata()["axes"] if axis != "layers"]
+        spec = sharding.as_spec(sharding.tensor_spec(tuple(axes), sizes))
+        return jax.tree.map(lambda _: spec, x)
+
+    placed = jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    model = "model" if sizes["model"] > 1 else None
+    return placed._replace(embed=jax.P(model), head=jax.P(None, model))
+
+
+def extend(
+    config: ModelConfig,
+    weights: Weights,
+    cache: Cache,
+    tokens_ST: Int[Array, "S T"],
+    n_S: Int[Array, " S"],
+    rows_S: Int[Array, " S"] | None = None,
+    undecided: bool = False,
+) -> tuple[Float[Array, "S T D"], Cache]:
+    """Continues sequences: the first n of the tokens of each row follow what its sequence already holds.
+
+    A row with n = 0 stays as it is; what stands in the places past n does not matter.
+
+    Args:
+      tokens_ST: up to T tokens for each of S sequences.
+      rows_S: which sequences of the cache, without repeats; None: all of them, in order.
+      undecided: how many of the tokens count is said later, by `settle` (few tokens, all sequences).
+
+    Returns:
+      Hidden states before the final norm, for `logits`; those past n are meaningless. And the cache with the tokens.
+    """
+    pick = lambda tree: tree if rows_S is None else jax.tree.map(lambda x: x[rows_S], tree)
+    put = lambda tree, part: part if rows_S is None else jax.tree.map(lambda x, p: x.at[rows_S].set(p), tree, part)
+    schedule, defs = Schedule.of(config), _graphdefs(config)
+    stack, U = Stack(schedule, [], config.norm_eps), schedule.block
+    length_S = pick(cache.length)
+    mla, kda = list(cache.mla), list(cache.kda)
+
+    live = embed(config, weights, tokens_ST)
+    sealed = None
+    for s, variables in enumerate(weights.layers):
+        if s % U == 0:
+            sealed = live[None] if sealed is None else jnp.concatenate([sealed, live[None]])
+            live = jnp.zeros_like(live) if schedule.reads else live
+        kind, i = schedule.kinds[schedule.kind[s]], schedule.index[s]
+        x, _ = stack.input_of(
+            weights.sublayer_norm[s], weights.query[s], sealed, sealed.shape[0] - 1, live, s % U > 0
+        )
+        module = nnx.merge(defs[kind], variables)
+        match kind:
+            case "mla":
+                y, mla[i] = module.extend(x, n_S, mla[i], rows_S, length_S)
+            case "kda":
+                y, new = module.extend(x, n_S, pick(kda[i]), undecided)
+                kda[i] = put(kda[i], new)
+            case "moe":
+                y = module.each(x)
+            case _:
+                y, _ = module(x)
+        live = live + y
+    if schedule.reads:
+        live, _ = read(weights.query[-1], sealed, sealed.shape[0], live, True, config.norm_eps)
+    length = cache.length if undecided else put(cache.length, length_S + n_S)
+    return live, cache._replace(length=length, mla=tuple(mla), kda=tuple(kda))
+
+
+def settle(cache: Cache, n_B: Int[Array, " B"]) -> Cache:
+    """The cache after the first n tokens of an undecided extension; what it holds of the others is never read."""
+    return cache._replace(length=cache.length + n_B, kda=tuple(settled(x, n_B) for x in cache.kda))
+
+
+def extend_mtp(
+    config: ModelConfig,
+    weights: Weights,
+    cache: Cache,
+    h_STD: Float[Array, "S T D"],
+    next_ST: Int[Array, "S T"],
+    n_S: Int[Array, " S"],
+    length_S: Int[Array, " S"],
+    rows_S: Int[Array, " S"] | None = None,
+) -> tuple[Float[Array, "S T D"], Cache]:
+    """The multi-token-prediction layer behind `extend`.
+
+    Args:
+      h_STD: what `extend` returned for these tokens.
+      next_ST: the token that follows each of them.
+      length_S: tokens before them.
+
+    Returns:
+      Hidden states whose `logits` predict the token after the next one, and the cache with the layer's latents.
+    """
+    m, defs, eps = weights.mtp, _graphdefs(config), config.norm_eps
+    h = rms_norm(rms_norm(h_STD, weights.norm, eps), m["hidden_norm"], eps)
+    x = linear(jnp.concatenate([h, rms_norm(embed(config, weights, next_ST), m["token_norm"], eps)], -1), m["fuse"])
+    mixer, ffn = (nnx.merge(defs[f"mtp_{kind}"], m[kind]) for kind in ("mla", "moe"))
+    y, latents = mixer.extend(rms_norm(x, m["mixer_norm"], eps), n_S, cache.mtp, rows_S, length_S)
+    x = x + y
+    return x + ffn.each(rms_norm(x, m["ffn_norm"], eps)), cache._replace(mtp=latents)
+
+
+def embed(config: ModelConfig, weights: Weights, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+    return jnp.take(weights.embed, tokens, axis=0).astype(config.dtypes.compute)
+
+
+def logits(config: ModelConfig, weights: Weights, h: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+    """Logits of hidden states, as `Trillium.logits` of their final norm."""
+    h = rms_norm(h, weights.norm, config.norm_eps)
+    head = weights.head.astype(h.dtype)
+    return jnp.dot(h, head, preferred_element_type=wide(h).dtype).astype(config.dtypes.logits)

@@ -1,0 +1,53 @@
+"""Routed experts of few tokens, where reading weights is all the time there is.
+
+Sorting rows by expert (`permute`) pads every expert to a block of rows, which suits thousands of tokens. For a step of
+decoding there are better orders of the same sums, none of which drops a token or lets it see another:
+
+    gathered   every (token, choice) pair brings its own expert's weights: k M experts are read
+    dense      every expert multiplies every token, and the weights of the choices not taken are zero: E experts are
+               read, once each, by one batched product
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from trillium_moe.config import ModelConfig
+from trillium_moe.model.ffn import activate
+from trillium_moe.model.params import wide
+from trillium_moe.shapes import Array, Float, Int
+
+# Tokens up to which reading all experts takes longer than multiplying them: 790 TFLOP/s over 4.3 TB/s is 184.
+DENSE_TOKENS = 256
+
+Weights = tuple[Array, Array, Array]  # w_gate, w_up [E, L, F], w_down [E, F, L]
+
+
+def variant(n_tokens: int, k: int, n_experts: int, gather: bool = True) -> str:
+    """gathered, dense or grouped (rows sorted by expert). gather=False where experts are on several devices."""
+    if gather and 2 * n_tokens * k <= n_experts:
+        return "gathered"
+    return "dense" if n_tokens <= DENSE_TOKENS else "grouped"
+
+
+def gathered(
+    config: ModelConfig, z_ML: Float[Array, "M L"], p_MK: Float[Array, "M k"], experts_MK: Int[Array, "M k"], w: Weights
+) -> Float[Array, "M L"]:
+    """sum_j p_j E_j(z), at least float32, by the weights of every choice."""
+    w_gate, w_up, w_down = (jnp.take(x, experts_MK, axis=0).astype(z_ML.dtype) for x in w)
+    hidden = activate(config, *(jnp.einsum("ml,mklf->mkf", z_ML, x) for x in (w_gate, w_up)))
+    return jnp.einsum("mkl,mk->ml", wide(jnp.einsum("mkf,mkfl->mkl", hidden, w_down)), wide(p_MK))
+
+
+def dense(
+    config: ModelConfig, z_ML: Float[Array, "M L"], p_MK: Float[Array, "M k"], experts_MK: Int[Array, "M k"], w: Weights
+) -> Float[Array, "M L"]:
+    """sum_j p_j E_j(z), at least float32, by every expert for every token."""
+    w_gate, w_up, w_down = (x.astype(z_ML.dtype) for x in w)
+    E = w_gate.shape[0]
+    hidden = activate(config, *(jnp.einsum("ml,elf->emf", z_ML, x) for x in (w_gate, w_up)))
+    y_EML = jnp.einsum("emf,efl->eml", hidden, w_down)
+    p_ME = jnp.einsum("mk,mke->me", wide(p_MK), jax.nn.one_hot(experts_MK, E, dtype=wide(p_MK).dtype),
+                      precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("eml,me->ml", wide(y_EML), p_ME, precision=jax.lax.Precision.HIGHEST)
