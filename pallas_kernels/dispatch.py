@@ -32,6 +32,12 @@ def target() -> tuple[str, str]:
     return jax.default_backend(), jax.devices()[0].device_kind
 
 
+def is_hopper() -> bool:
+    """Whether the program being traced is for a GPU of compute capability 9.0."""
+    platform, kind = target()
+    return platform == "gpu" and any(name in kind for name in ("H100", "H200", "H800", "H20"))  # GH200 has H200 in it
+
+
 @functools.cache  # the cache is the memory of what was already said: one line per op and choice
 def _log_choice(op: str, name: str, platform: str, passed_over: str) -> None:
     _log.info("%s: implementation %r on %s%s", op, name, platform, passed_over)

@@ -9,12 +9,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.gpu_backward import key_gradients, query_gradient
 from pallas_kernels.attention.gpu_forward import forward
 from pallas_kernels.attention.gpu_tiles import BLOCK
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import is_hopper
 
 _KEY_SIZES = (64, 96, 128, 192)
 _VALUE_SIZES = (64, 128)
 _MOST_BYTES = 16 << 30  # of keys and values expanded from a latent at once
-_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 def attention(q_BTHK, k_BTHK, v_BTHV, scale, segment_ids):
@@ -97,8 +96,7 @@ def _check(q, k, v, scale):
         raise NotImplementedError(f"scale={scale}; a positive scale is supported")
     if q.size == 0:
         raise NotImplementedError(f"no queries in {q.shape}; at least one is supported")
-    platform, kind = target()
-    if platform != "gpu" or not any(name in kind for name in _HOPPER):
+    if not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import is_hopper, target
 from pallas_kernels.grouped_matmul.config import gpu_tiles
 from pallas_kernels.grouped_matmul.gpu_kernel import (
     PEER,
@@ -27,9 +27,6 @@ from pallas_kernels.grouped_matmul.products import grouped
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a vector over the rows of a tile
 
 
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-
-
 def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
     """`api.grouped_matmul`.
 
@@ -41,8 +38,7 @@ def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
 
 def products(lhs_MK, widths: tuple[int, ...], align: int) -> GpuProducts:
     """The products for such rows and for matrices of these widths, or NotImplementedError."""
-    platform, kind = target()
-    if platform != "gpu" or not any(name in kind for name in HOPPER):
+    if not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
     if lhs_MK.dtype != jnp.bfloat16:
         raise NotImplementedError(f"rows are {lhs_MK.dtype}; bfloat16 is supported")
@@ -50,7 +46,7 @@ def products(lhs_MK, widths: tuple[int, ...], align: int) -> GpuProducts:
         raise NotImplementedError(f"align={align}; multiples of {ROWS} rows are supported")
     if any(width % STEP for width in widths):
         raise NotImplementedError(f"K, N = {widths}; multiples of {STEP} are supported")
-    return GpuProducts(kind)
+    return GpuProducts(target()[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import is_hopper
 from pallas_kernels.kda.gpu_backward import chunk_adjoint
 from pallas_kernels.kda.gpu_chunk import chunk_operands
 from pallas_kernels.kda.gpu_state import segment_marks, state_adjoint, state_pass
@@ -101,14 +102,8 @@ def _refuse(q_BTHK: Array, initial_state: Array, g_min: float | None) -> None:
         raise NotImplementedError(f"q, k, v are {q_BTHK.dtype}; bfloat16 is supported")
     if g_min is None or g_min < G_MIN:
         raise NotImplementedError(f"g_min={g_min}; gates of at least {G_MIN} are supported")
-    if not _is_hopper():
+    if not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
-
-
-def _is_hopper() -> bool:
-    mesh_device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = mesh_device.device_kind if mesh_device else jax.devices()[0].device_kind
-    return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
 
 def _wide(x: Array, *axes: int) -> Array:

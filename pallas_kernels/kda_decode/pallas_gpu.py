@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import is_hopper
 from pallas_kernels.kda_decode.reference import L2_EPS
 
 D = 128  # threads of a warpgroup, and channels of a head
 CHANNELS = plgpu.Layout.WG_STRIDED((D,), vec_size=1)
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 f32 = jnp.float32
 
@@ -53,8 +52,7 @@ def kda_decode_pallas_gpu(
         )
     if taps.shape[1] == 0:
         raise NotImplementedError("no past convolution inputs; a convolution of at least 2 taps is supported")
-    platform, kind = target()
-    if not interpret and (platform != "gpu" or not any(name in kind for name in HOPPER)):
+    if not interpret and not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
 
     inputs = {

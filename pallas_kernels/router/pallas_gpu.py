@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import is_hopper, target
 from pallas_kernels.router.bias import bin_range
 from pallas_kernels.router.config import GPUConfig, gpu_config
 from pallas_kernels.router.gpu_select import from_key, to_key, top
@@ -45,7 +45,7 @@ def select_pallas_gpu(
       NotImplementedError: other devices; scores that are not float32; more than 1024 experts, k above 31 or k = E;
         more bins than shared memory holds.
     """
-    platform, kind = target()
+    kind = target()[1]
     M, E = scores_ME.shape
     config = config or gpu_config(kind)
     if scores_ME.dtype != f32:
@@ -56,7 +56,7 @@ def select_pallas_gpu(
         )
     if config.experts * bins * 4 > SHARED:
         raise NotImplementedError(f"bins={bins}; at most {SHARED // (4 * config.experts)} are supported")
-    if platform != "gpu" or not any(name in kind for name in ("H100", "H200", "H800", "H20")):
+    if not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
     experts, chosen, cutoff, counted, loads = select(scores_ME, bias_E, real_M.astype(u32), k, sigmoid, config)
     load = loads.sum(0, dtype=jnp.int32)

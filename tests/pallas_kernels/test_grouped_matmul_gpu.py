@@ -142,7 +142,7 @@ def test_compiles_for_h200(h200, M, G, D, F):  # noqa: F811
 )
 def test_refuses_what_it_cannot_serve(change, says, monkeypatch):
     target = change.get("platform", "gpu"), "NVIDIA H200"
-    monkeypatch.setattr("pallas_kernels.grouped_matmul.pallas_gpu.target", lambda: target)
+    monkeypatch.setattr("pallas_kernels.dispatch.target", lambda: target)
     lhs, rhs = jnp.zeros((16, 64), change.get("dtype", jnp.bfloat16)), jnp.zeros((1, 64, change.get("N", 64)))
     with pytest.raises(NotImplementedError, match=says):
         grouped_matmul(lhs, rhs, jnp.array([8]), align=change.get("align", 8), implementation="pallas_gpu")

@@ -274,7 +274,7 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(gpu_inverse, "product", product)
     monkeypatch.setattr(gpu_inverse, "diagonal_inverses", diagonal_inverses)
     monkeypatch.setattr(gpu_state, "added", lambda x, *pairs: x + in_memory(x.shape, *pairs))
-    monkeypatch.setattr(pallas_gpu, "_is_hopper", lambda: True)
+    monkeypatch.setattr(pallas_gpu, "is_hopper", lambda: True)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -11,7 +11,7 @@ from flax import nnx
 from tests import goldens
 from trillium_moe.config import DtypeConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from trillium_moe.interop import hf
-from trillium_moe.model import moe
+from trillium_moe.model import experts, moe
 from trillium_moe.model.attn_res import read
 from trillium_moe.model.context import Context
 from trillium_moe.model.conv import short_conv
@@ -240,3 +240,21 @@ def test_kda_variants_run_and_differ_only_by_their_parameters(gate, decay, conv_
     y, aux = layer(jnp.ones((1, 5, 16)), Context())
     assert y.shape == (1, 5, 16) and bool(jnp.isfinite(y).all())
     assert decay == "softplus" or float(aux["log_decay_min"]) > -5
+
+
+@pytest.mark.parametrize(
+    "where, compute, width, rows",
+    [
+        (("gpu", "NVIDIA H200"), "bfloat16", 128, 8),
+        (("gpu", "NVIDIA H200"), "float32", 128, 64),  # the kernel refuses, and XLA multiplies 64 rows as one block
+        (("gpu", "NVIDIA H200"), "bfloat16", 48, 64),
+        (("gpu", "NVIDIA A100"), "bfloat16", 128, 64),
+        (("tpu", "TPU v5p"), "bfloat16", 128, 16),
+        (("cpu", "cpu"), "bfloat16", 128, 64),
+    ],
+)
+def test_experts_rows_are_aligned_to_what_serves_them(where, compute, width, rows, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.dispatch.target", lambda: where)
+    monkeypatch.setattr(experts, "target", lambda: where)
+    moe = MoEConfig(expert_dim=width, latent_dim=128)
+    assert experts.alignment(ModelConfig(moe=moe, dtypes=DtypeConfig(compute=compute))) == rows

@@ -7,19 +7,24 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import is_hopper, target
 from pallas_kernels.expert_ffn import Activation, expert_ffn
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.permute import dispatch, gather_sum, plan
 from trillium_moe.shapes import Array, Float, Int
 
 ROWS = "expert_rows"  # the tokens' copies, one per expert of a token: not kept for the backward pass, gathered again
-_ALIGN = {"gpu": 8, "tpu": 16}  # rows the kernels move at least; elsewhere 64, what XLA multiplies as one block
+BLOCK = 64  # rows that XLA multiplies as one block
 
 
 def alignment(config: ModelConfig) -> int:
-    """Rows that every expert's rows start at a multiple of."""
-    return 64 if config.moe.implementation in ("xla", "reference") else _ALIGN.get(target()[0], 64)
+    """Rows that every expert's rows start at a multiple of: what a kernel moves at least, if it takes the call."""
+    c, widths = config.moe, (config.moe.expert_dim, config.expert_width)
+    if c.implementation in ("xla", "reference"):
+        return BLOCK
+    if is_hopper() and config.dtypes.compute == "bfloat16" and all(width % 64 == 0 for width in widths):
+        return 8
+    return 16 if target()[0] == "tpu" and all(width % 128 == 0 for width in widths) else BLOCK
 
 
 def ffn(

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-BATCH = ("replica", "data", "expert")  # outside the exchange of tokens, the expert axis splits rows like data
+from trillium_moe.parallel.mesh import BATCH
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,8 @@ from jax.sharding import AxisType, Mesh
 from trillium_moe.config import Config, ConfigError, MeshConfig
 
 AXES = ("replica", "data", "context", "expert", "model")
-BATCH = ("replica", "data", "expert")  # axes that cut the rows of a batch, major first
+# cut the rows of a batch, major first: outside the exchange of tokens the expert axis is one more data axis
+BATCH = ("replica", "data", "expert")
 
 
 def mesh_shape(config: MeshConfig, n_devices: int) -> tuple[int, ...]:
