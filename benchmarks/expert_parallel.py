@@ -27,8 +27,10 @@ from jax.sharding import AxisType, NamedSharding
 
 from trillium_moe.config import ModelConfig, MoEConfig
 from trillium_moe.parallel import expert
-from trillium_moe.parallel.balance import share_out, with_replicas
+from trillium_moe.parallel.balance import share_out
 from trillium_moe.parallel.manual import layout
+from trillium_moe.parallel.replicas import with_replicas
+from trillium_moe.parallel.transport import UPDATES
 
 WAYS = {
     "ragged": {"transport": "ragged"},
@@ -69,7 +71,7 @@ def program(config, shape, body):
 
 
 def fetch(weights, donor):
-    here = lambda w, donor: tuple(with_replicas(x, donor, "expert") for x in w)
+    here = lambda w, donor: tuple(with_replicas(x, donor, UPDATES.get(jax.default_backend(), 1)) for x in w)
     own = jax.P("expert")
     return jax.shard_map(here, in_specs=(own, jax.P()), out_specs=own, check_vma=False)(weights, donor)
 

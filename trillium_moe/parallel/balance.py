@@ -9,9 +9,9 @@ replicas always suffice. Closed forms over running sums replace the method's loo
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
+from trillium_moe.model.permute import index_within
 from trillium_moe.shapes import Array, Int
 
 
@@ -71,29 +71,3 @@ def replicate(
     row = begin_E[expert_A] + index_within(expert_A, E)
     computes = (home + (row[:, None] >= ends[home]).sum(1)) % R
     return computes * 2 * n + jnp.where(computes == home, 0, n) + expert_A % n, donor
-
-
-def index_within(group_A: Int[Array, " A"], n: int) -> Int[Array, " A"]:
-    """Index of each element among those of its group, in order."""
-    order = jnp.argsort(group_A, stable=True)
-    count = jnp.zeros(n, jnp.int32).at[group_A].add(1, mode="drop")
-    start = jnp.cumsum(count) - count
-    rank = jnp.arange(group_A.shape[0]) - jnp.take(start, group_A[order], mode="clip")
-    return jnp.zeros_like(group_A).at[order].set(rank.astype(group_A.dtype))
-
-
-def with_replicas(w_EL: Array, donor_R: Int[Array, " R"], axis: str) -> Array:
-    """The home experts' weights [n, ..] and those of the donor, [2 n, ..]. Inside a shard.
-
-    In the backward the gradients of replicas add up at home. Weights travel around a ring; a step that no rank needs is
-    left out.
-    """
-    R, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    ranks = jnp.arange(R)
-    replica = jnp.zeros_like(w_EL)
-    for step in range(1, R):
-        of_all = donor_R == (ranks + step) % R
-        bring = lambda w, step=step: jax.lax.ppermute(w, axis, [((r + step) % R, r) for r in range(R)])
-        found = jax.lax.cond(of_all.any(), bring, jnp.zeros_like, w_EL)
-        replica = jnp.where(of_all[me], found, replica)
-    return jnp.concatenate([w_EL, replica])

@@ -1,7 +1,8 @@
 """Experts over the expert axis: routing on shards, tokens to the devices of their experts and back.
 
-A device holds E / R neighbouring experts and m of the tokens. Every (token, choice) pair travels as one row to the
-device of its expert (`transport`), passes that expert, and returns to be summed with its weight.
+A device holds E / R neighbouring experts and m of the tokens. Every (token, choice) pair travels as one row, with its
+weight, to the device of its expert (`transport`), passes that expert, and returns to be summed. The weight multiplies
+inside the expert, and its gradient comes from there: no result is kept, or fetched again, for the backward pass.
 
 There is room for the worst case, every token of every device to one: m min(k, E / R) rows per sender. With
 `moe.capacity` c there is room for c times the even share (padded: of each pair of devices; ragged: of all that a device
@@ -21,9 +22,10 @@ import jax.numpy as jnp
 from pallas_kernels.router import router
 from trillium_moe.config import ModelConfig, MoEConfig
 from trillium_moe.model.experts import alignment, ffn, mixture
-from trillium_moe.model.permute import combine, dispatch, plan
-from trillium_moe.parallel.balance import replicate, with_replicas
+from trillium_moe.model.permute import dispatch, gather_sum, plan
+from trillium_moe.parallel.balance import replicate
 from trillium_moe.parallel.manual import Layout
+from trillium_moe.parallel.replicas import with_replicas
 from trillium_moe.parallel.transport import AXIS, UPDATES, Padded, Ragged, TwoHop, worst_case
 from trillium_moe.shapes import Array, Float, Int, PyTree
 
@@ -149,27 +151,29 @@ def exchanged(
     """`mix` of one device's tokens with its experts [E / R, ..], and how many pairs were dropped. Inside a shard."""
     c = config.moe
     expert_A, n_experts = experts_MK.reshape(-1), c.n_experts
+    name = c.transport or ("padded" if platform == "cpu" else "ragged")
+    updates = UPDATES.get(platform, 1) if name == "ragged" else None
     if c.balance == "exact":
         count_E = jnp.zeros(n_experts, jnp.int32).at[expert_A].add(1)
         expert_A, donors = replicate(jax.lax.all_gather(count_E, AXIS), expert_A, jax.lax.axis_index(AXIS))
         n_experts *= 2
-        weights = tuple(with_replicas(w, donors, AXIS) for w in weights)
-    route = transport(c, platform, expert_A, n_experts)
-    rows = route.send(dispatch(z_ML, route.slot_A, route.source_R, c.k))
-    slot, source, sizes = plan(route.expert_Q, weights[0].shape[0], alignment(config))
-    y = ffn(config, dispatch(rows, slot, source, 1), jnp.ones(source.shape, p_MK.dtype), sizes, *weights)
+        weights = tuple(with_replicas(w, donors, updates) for w in weights)
+    route = transport(c, updates, expert_A, n_experts)
+    slot, source, sizes = plan(route.expert_Q, weights[0].shape[0], alignment(config), route.place_Q)
+    there = lambda x_ML, k: dispatch(route.send(dispatch(x_ML, route.slot_A, route.source_R, k)), slot, source, 1)
+    rows, weight = there(z_ML, c.k), there(p_MK.reshape(-1, 1), 1)[:, 0]
+    y = ffn(config, rows, weight, sizes, *weights)
     back = route.receive(dispatch(y, source, slot, 1))  # the inverse of the dispatch before
-    return combine(back, p_MK, route.slot_A, route.source_R), route.dropped
+    return gather_sum(back, route.slot_A, route.source_R, c.k), route.dropped
 
 
-def transport(c: MoEConfig, platform: str, expert_A: Array, n_experts: int) -> Padded | Ragged | TwoHop:
-    """The transport that the config and the platform ask for, with room for what it asks for."""
-    name = c.transport or ("padded" if platform == "cpu" else "ragged")
+def transport(c: MoEConfig, updates: int | None, expert_A: Array, n_experts: int) -> Padded | Ragged | TwoHop:
+    """The transport that the config asks for, with room for what it asks for; ragged in `updates` pieces, if any."""
     A, R = expert_A.shape[0], jax.lax.axis_size(AXIS)
     exact, most = c.balance == "exact", worst_case(A // c.k, c.k, c.n_experts // R)
-    if name == "ragged":
+    if updates is not None:
         room = min(R * most, math.ceil(c.capacity * A)) if c.capacity else R * most
-        return Ragged(UPDATES.get(platform, 1), expert_A, n_experts, A if exact else room)
+        return Ragged(updates, expert_A, n_experts, A if exact else room)
     if exact:
         return TwoHop(expert_A, n_experts)
     return Padded(expert_A, n_experts, min(most, math.ceil(c.capacity * A / R)) if c.capacity else most)

@@ -8,8 +8,8 @@
            travel where blocks for the worst case would hold R A.
 
 All have: slot_A, row of each assignment in the send buffer, past its end if there was no room; source_R, assignment of
-each of its rows, A if none; expert_Q, local expert of each row received, past the last if none; `dropped`, assignments
-without room; `send` and its inverse `receive`.
+each of its rows, A if none; expert_Q, local expert of each row received, past the last if none; place_Q, its place
+among the rows of that expert, if known; `dropped`, assignments without room; `send` and its inverse `receive`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from trillium_moe.model.permute import dispatch
-from trillium_moe.parallel.balance import index_within
+from trillium_moe.model.permute import dispatch, in_order, index_within
 from trillium_moe.shapes import Array
 
 AXIS = "expert"
@@ -46,6 +45,8 @@ def _inverse(slot_A: Array, n: int) -> Array:
 class Padded:
     """Blocks of `room` rows for every pair of devices."""
 
+    place_Q = None
+
     def __init__(self, expert_A: Array, n_experts: int, room: int):
         R = jax.lax.axis_size(AXIS)
         n_local = n_experts // R
@@ -65,11 +66,13 @@ class Padded:
 class TwoHop:
     """For rows of which every device is to get as many as it sends."""
 
+    place_Q = None
+
     def __init__(self, expert_A: Array, n_experts: int):
         A, R = expert_A.shape[0], jax.lax.axis_size(AXIS)
         n_local = n_experts // R
         first, second = -(-A // R), two_hop_room(A, R)
-        order = jnp.argsort(expert_A, stable=True)
+        order = in_order(expert_A, n_experts)
         turn = jnp.arange(A)
         self.slot_A = jnp.zeros_like(order).at[order].set(turn % R * first + turn // R)
         self.source_R = _inverse(self.slot_A, R * first)
@@ -101,7 +104,7 @@ class Ragged:
         A, R, me = expert_A.shape[0], jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
         n_local = n_experts // R
         self.rows, self.room = A, room
-        order = jnp.argsort(expert_A, stable=True)
+        order = in_order(expert_A, n_experts)
         self.source_R = order
         self.slot_A = jnp.zeros_like(order).at[order].set(jnp.arange(A))
 
@@ -113,17 +116,20 @@ class Ragged:
         sizes_SP = jnp.clip(self.room - at_receiver_SP, 0, wanted_SP)
         self.dropped = (wanted_SP - sizes_SP)[me].sum().astype(jnp.int32)
 
-        # rows arrive by sender, then by expert
-        ends = jnp.cumsum(count_SPE[:, me].reshape(-1))
-        index = jnp.searchsorted(ends, jnp.arange(self.room), side="right")
-        self.expert_Q = jnp.where(index < ends.shape[0], index % n_local, n_local).astype(jnp.int32)
+        # rows arrive by sender, then by expert: runs of one expert each
+        count_SE = count_SPE[:, me]
+        ends, row = jnp.cumsum(count_SE.reshape(-1)), jnp.arange(self.room)
+        run = jnp.searchsorted(ends, row, side="right")
+        self.expert_Q = jnp.where(run < ends.shape[0], run % n_local, n_local).astype(jnp.int32)
+        before = begin(count_SE, 0).reshape(-1) - begin(count_SE.reshape(-1), 0)
+        self.place_Q = (jnp.take(before, run, mode="clip") + row).astype(jnp.int32)
 
         # per peer, in pieces: where my rows for it begin, here and there, and how many they are; and so for its rows
-        pieces = functools.partial(_pieces, updates)
-        mine_here, mine = pieces(at_sender_SP[me], sizes_SP[me])
-        mine_there, _ = pieces(at_receiver_SP[me], sizes_SP[me])
-        theirs_here, theirs = pieces(at_receiver_SP[:, me], sizes_SP[:, me])
-        theirs_there, _ = pieces(at_sender_SP[:, me], sizes_SP[:, me])
+        cut = functools.partial(pieces, updates)
+        mine_here, mine = cut(at_sender_SP[me], sizes_SP[me])
+        mine_there, _ = cut(at_receiver_SP[me], sizes_SP[me])
+        theirs_here, theirs = cut(at_receiver_SP[:, me], sizes_SP[:, me])
+        theirs_there, _ = cut(at_sender_SP[:, me], sizes_SP[:, me])
         self.there = (mine_here, mine, mine_there, theirs)
         self.back = (theirs_here, theirs, theirs_there, mine)
 
@@ -134,7 +140,7 @@ class Ragged:
         return _move(self.rows, y_Q, self.back, self.there)
 
 
-def _pieces(n: int, begin_P: Array, size_P: Array) -> tuple[Array, Array]:
+def pieces(n: int, begin_P: Array, size_P: Array) -> tuple[Array, Array]:
     """Every slice as n neighbouring ones whose sizes differ by at most 1: begins and sizes, [P n]."""
     part, rest = jnp.divmod(size_P[:, None], n)
     u = jnp.arange(n)
