@@ -6,6 +6,7 @@ own. Inputs and outputs of every call are several times the L2 cache, so it is n
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -203,6 +204,8 @@ def tune(G: int, M: int, K: int, N: int) -> None:
     groups = [Tiles(64, 256, cluster=2, panel=panel) for panel in (2, 4, 14)] + [Tiles(64, 256), Tiles(128, 128)]
     groups += [Tiles(128, 192, stages=3), Tiles(128, 192, stages=3, panel=4)]
     narrow = [Tiles(64, 128, cluster=2, panel=panel) for panel in (1, 2, 4)] + [Tiles(64, 128, panel=4)]
+    together = lambda candidates: [dataclasses.replace(t, light_last=False) for t in candidates if t.cluster == 1]
+    rows, narrow = rows + together(rows), narrow + together(narrow)
     calls = {
         "rows": (N, rows, lambda t: lambda x, w, d, s: rows_product([x], [w], s, t)),
         "transposed": (K, rows, lambda t: lambda x, w, d, s: rows_product([d], [w], s, t, transposed=True)),

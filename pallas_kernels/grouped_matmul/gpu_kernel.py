@@ -41,6 +41,8 @@ class Tiles:
       cluster: neighbouring thread blocks, 1 or 2, that work on the same columns of neighbouring rows: each fetches half
         of the right operand for both.
       panel: row blocks of a group that are worked on together, column after column.
+      light_last: row tiles of at most half the rows come after all others, so that every worker gets its share of them.
+        Where most groups have one, that would read the groups' matrices twice.
     """
 
     m: int
@@ -50,6 +52,7 @@ class Tiles:
     stages: int = 4
     cluster: int = 1
     panel: int = 8
+    light_last: bool = True
 
     @property
     def rows(self) -> int:

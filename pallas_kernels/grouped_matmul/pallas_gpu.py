@@ -70,8 +70,8 @@ def row_tiles(group_sizes_G, M: int, columns: int, tiles: Tiles, workers: int):
 
     Row blocks start where their group does; the rows after the last group are a group of their own, number G. Within a
     group a panel of row blocks passes all columns before the next panel: what a wave of tiles reads stays in L2. Worker
-    w of `workers` gets tiles w, w + workers, ... of the result: nearly in that order, but dealt so that each has its
-    share of the tiles of at most half the rows, which take half the time.
+    w of `workers` gets tiles w, w + workers, ... of the result: in that order, or with `light_last` nearly so: then the
+    tiles of at most half the rows, which take half the time, come last, and each worker gets its share of them.
     """
     G = group_sizes_G.shape[0]
     ends = jnp.cumsum(group_sizes_G)
@@ -96,6 +96,9 @@ def row_tiles(group_sizes_G, M: int, columns: int, tiles: Tiles, workers: int):
     in_panel = place - panel * tiles.panel * columns
     row = (panel * tiles.panel + in_panel % height) * tiles.block
     table = jnp.stack([group, start + row, jnp.minimum(size - row, tiles.block), in_panel // height], 1)
+
+    if not tiles.light_last:
+        return count.astype(jnp.int32), table.astype(jnp.int32)
 
     # Heavy tiles are dealt first, in order, then the light ones from where that ended; each worker's are then in order.
     in_last = (short > 0) & (panel == (n_blocks - 1) // tiles.panel)

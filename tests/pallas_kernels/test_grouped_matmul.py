@@ -83,10 +83,13 @@ def test_rows_that_do_not_fit_the_alignment_are_refused():
         grouped_matmul(jnp.ones((6, 2)), jnp.ones((1, 2, 2)), jnp.array([4]), align=4)
 
 
-@given(sizes=st.lists(st.integers(0, 24), min_size=5, max_size=5), panel=st.sampled_from([1, 3]))
-@settings(max_examples=20, deadline=None)
-def test_work_list_covers_every_row_and_column_once(sizes, panel):
-    sizes, M, columns, tiles, workers = np.array(sizes, np.int32) * 8, 1000, 3, Tiles(64, 64, panel=panel), 4
+@given(
+    sizes=st.lists(st.integers(0, 24), min_size=5, max_size=5), panel=st.sampled_from([1, 3]), light_last=st.booleans()
+)
+@settings(max_examples=30, deadline=None)
+def test_work_list_covers_every_row_and_column_once(sizes, panel, light_last):
+    sizes, M, columns, workers = np.array(sizes, np.int32) * 8, 1000, 3, 4
+    tiles = Tiles(64, 64, panel=panel, light_last=light_last)
     count, table = jax.jit(row_tiles, static_argnums=(1, 2, 3, 4))(sizes, M, columns, tiles, workers)
     covered, owner = np.zeros((M, columns), int), np.repeat(np.arange(6), [*sizes, M - sizes.sum()])
     assert count[0] <= len(table)
@@ -95,6 +98,8 @@ def test_work_list_covers_every_row_and_column_once(sizes, panel):
         covered[row : row + rows, column] += 1
         assert (owner[row : row + rows] == group).all()
     assert (covered == 1).all()
+    if not light_last:
+        return
     light = (table[: count[0], 2] <= tiles.block // 2) | (table[: count[0], 0] == 5)
     heavy = [int((~light[w::workers]).sum()) for w in range(workers)]
     assert max(heavy) - min(heavy) <= 1
