@@ -178,7 +178,7 @@ def gathered_variable(variable: nnx.Variable, dtype: DTypeLike) -> nnx.Variable:
         cut, used = stored_spec(names, w.shape, mesh.shape), tensor_spec(names, mesh.shape)
         # router logits are computed in at least float32: near-tie experts flip otherwise
         matrix = (meta["muon"] and names[-1] != "experts") or "vocab" in names
-        return _gather(w, jnp.dtype(dtype) if matrix else w.dtype, w.dtype, as_spec(used), as_spec(cut))
+        return _gather(w, jnp.dtype(dtype) if matrix else w.dtype, w.dtype, tuple(used), tuple(cut))
 
     return jax.tree.map(one, variable)
 
@@ -186,11 +186,25 @@ def gathered_variable(variable: nnx.Variable, dtype: DTypeLike) -> nnx.Variable:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather(w, dtype, stored_dtype, used, cut):
     # constrained after the cast, too, or the partitioner may gather first and cast afterwards
-    return constrain(constrain(w.astype(dtype), cut), used)
+    w = constrain(w.astype(dtype), as_spec(cut))
+    extra = [(dim, axes[len(kept) :]) for dim, (axes, kept) in enumerate(zip(cut, used)) if len(axes) > len(kept)]
+    if not extra:
+        return w
+
+    def whole(w):
+        # left to the partitioner, a matrix cut in two dimensions would be summed up from zero-padded pieces: twice
+        # the traffic, and on a pod most of the compilation
+        for dim, axes in extra:
+            w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
+        return w
+
+    mesh = current_mesh()
+    return jax.shard_map(whole, mesh=mesh, in_specs=as_spec(cut), out_specs=as_spec(used), check_vma=False)(w)
 
 
 def _gather_bwd(dtype, stored_dtype, used, cut, _, d):
-    return (constrain(d.astype(stored_dtype), cut),)
+    # cut before the cast, too: the partial sums of all devices are then scattered, not added up on every one
+    return (constrain(constrain(d, as_spec(cut)).astype(stored_dtype), as_spec(cut)),)
 
 
 _gather.defvjp(lambda w, *args: (_gather(w, *args), None), _gather_bwd)
