@@ -11,7 +11,7 @@ from pallas_kernels.kda.api import IMPLEMENTATIONS, check
 from pallas_kernels.kda.pallas_gpu import kda_gated_pallas_gpu
 from pallas_kernels.kda.reference import State
 
-_EPS = 1e-6  # added to the sum of squares, as fla does
+L2_EPS = 1e-6  # added to the sum of squares, as fla does
 
 
 def kda_gated(
@@ -23,7 +23,7 @@ def kda_gated(
     a_log: Float[Array, " H"],
     dt_bias: Float[Array, "H K"],
     *,
-    g_min: float = -5.0,
+    g_min: float | None = -5.0,
     scale: float | None = None,
     initial_state: State | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -34,15 +34,19 @@ def kda_gated(
         q / |q|,   k / |k|,   v,   g = g_min sigmoid(e^a_log (decay_logits + dt_bias)),   beta = sigmoid(beta_logits).
 
     Differentiable in all seven arrays and initial_state. The gate is computed in float32 (float64 for float64 inputs)
-    from logits of any float dtype; on Hopper, bfloat16 logits become decays inside the kernels, and float32 decays are
-    neither written nor read.
+    from logits of any float dtype. The kernels normalise and compute decays where they read q, k and the logits, and
+    give the gradients of these: no unit vector, no decay and no gradient of one is ever in memory.
+
+    A token with logits of -1e30 changes no state.
 
     Args:
       q, k, v: projections, normalised here; as in `kda` otherwise.
-      decay_logits: before bias and slope.
+      decay_logits: before bias and slope; any float dtype. In bfloat16 a logit of -8 is a hundredth off, and so is
+        the decay.
       beta_logits: before the sigmoid.
       a_log, dt_bias: log slope of each head's gate, and bias of each key channel's logit.
-      g_min: lower bound of the gate in nats per token, negative.
+      g_min: lower bound of the gate in nats per token, negative. None: g = -e^a_log softplus(decay_logits + dt_bias),
+        which has none (Kimi Linear); as `g_min=None` of `kda`.
       scale, initial_state, segment_ids, implementation: see `kda`.
 
     Returns:
@@ -54,8 +58,8 @@ def kda_gated(
     """
     B, T, H, K = q.shape
     accumulate = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    if g_min is None or not g_min < 0:
-        raise ValueError(f"kda_gated: g_min={g_min} bounds nothing; pass a negative lower bound, e.g. -5.0")
+    if g_min is not None and not g_min < 0:
+        raise ValueError(f"kda_gated: g_min={g_min} bounds nothing; pass a negative lower bound, e.g. -5.0, or None")
     for name, array, shape in (
         ("decay_logits", decay_logits, (B, T, H, K)),
         ("beta_logits", beta_logits, (B, T, H)),
@@ -74,8 +78,8 @@ def kda_gated(
         "kda_gated",
         _IMPLEMENTATIONS,
         implementation,
-        _normalised(q),
-        _normalised(k),
+        q,
+        k,
         v,
         decay_logits,
         beta,
@@ -88,27 +92,26 @@ def kda_gated(
     )
 
 
-def bounded_gate(
-    decay_logits: Float[Array, "B T H K"], a_log: Float[Array, " H"], dt_bias: Float[Array, "H K"], g_min: float
-) -> Float[Array, "B T H K"]:
+def log_decay(
+    decay_logits: Float[Array, "*lead H K"],
+    a_log: Float[Array, " H"],
+    dt_bias: Float[Array, "H K"],
+    g_min: float | None,
+) -> Float[Array, "*lead H K"]:
     """The log decays of `kda_gated`, in the dtype of a_log."""
-    return g_min * jax.nn.sigmoid(jnp.exp(a_log)[:, None] * (decay_logits.astype(a_log.dtype) + dt_bias))
+    z, rate = decay_logits.astype(a_log.dtype) + dt_bias, jnp.exp(a_log)[:, None]
+    return -rate * jax.nn.softplus(z) if g_min is None else g_min * jax.nn.sigmoid(rate * z)
 
 
-def _normalised(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
+def unit(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
+    """x / |x|, at least float32 inside, in the dtype of x."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide * jax.lax.rsqrt((wide * wide).sum(-1, keepdims=True) + _EPS)).astype(x.dtype)
+    return (wide * jax.lax.rsqrt((wide * wide).sum(-1, keepdims=True) + L2_EPS)).astype(x.dtype)
 
 
 def _composed(op, q, k, v, decay_logits, beta, a_log, dt_bias, *, g_min, **rest):
-    return op(q, k, v, bounded_gate(decay_logits, a_log, dt_bias, g_min), beta, g_min=g_min, **rest)
-
-
-def _pallas_gpu(q, k, v, decay_logits, *args, **kwargs):
-    in_kernel = decay_logits.dtype == jnp.bfloat16  # wider logits would lose what they were made wide for
-    op = kda_gated_pallas_gpu if in_kernel else functools.partial(_composed, IMPLEMENTATIONS["pallas_gpu"])
-    return op(q, k, v, decay_logits, *args, **kwargs)
+    return op(unit(q), unit(k), v, log_decay(decay_logits, a_log, dt_bias, g_min), beta, g_min=g_min, **rest)
 
 
 _IMPLEMENTATIONS = {name: functools.partial(_composed, op) for name, op in IMPLEMENTATIONS.items()}
-_IMPLEMENTATIONS["pallas_gpu"] = _pallas_gpu
+_IMPLEMENTATIONS["pallas_gpu"] = kda_gated_pallas_gpu

@@ -35,24 +35,36 @@ from pallas_kernels.kda.gpu_tiles import (
     Decay,
     Documents,
     R,
+    along_columns,
     bf16,
     channels,
     column_factors,
     entering,
     f32,
+    gate_adjoint,
     gate_reader,
     index,
+    inverse_norm,
     leaving,
     operand,
     plain,
     products,
     references,
+    squares,
     sum_gates,
     transposed,
 )
 
 WARPGROUPS = 4
 WIDTH = D // WARPGROUPS  # channels of a warpgroup
+
+
+def adjoint_shapes(q_BTHK: Array, decay: Decay) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of the results of `chunk_adjoint`."""
+    B, T, H, K = q_BTHK.shape
+    weights = () if len(decay) == 1 else ((B, H, T // C, WARPGROUPS, 2, K),)
+    shapes = (q_BTHK.shape, q_BTHK.shape, (B, H, T), q_BTHK.shape, *weights)
+    return tuple(map(jax.ShapeDtypeStruct, shapes, (bf16, bf16, f32, decay[0].dtype, f32)))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "g_min"))
@@ -73,25 +85,26 @@ def chunk_adjoint(
     g_min: float,
     into=(),
 ) -> tuple[Array, ...]:
-    """dq, dk [B, T, H, K] bf16, dg [B, T, H, K] float32, dbeta [B, H, T] float32. T is a multiple of C.
+    """dq, dk [B, T, H, K] bf16, dbeta [B, H, T] float32, dg [B, T, H, K] float32. T is a multiple of C.
 
-    With references to the four in `into`, those of N chunks from number start[0] on are written there; nothing is
+    With logits for `decay`, those of the raw q and k, dbeta, those of the logits, in their dtype, and [B, H, M, parts,
+    2, K] float32, whose sums over all but the last two axes are the gradients of offset and rate.
+
+    With references to all of them in `into`, those of N chunks from number start[0] on are written there; nothing is
     returned.
     """
     B, T, H, K = q_BTHK.shape
     N = u.shape[2]
 
     packed = () if docs is None else (docs,)
-    ready = len(decay) == 1  # log decays; else their logits, which are read where they are summed
+    ready = len(decay) == 1  # log decays; else their logits, and raw q and k
 
     def kernel(q_g, k_g, beta_g, do_g, u_g, dv_g, s_g, ds_g, start_g, *refs_and_scoped):
         *refs, scoped = refs_and_scoped
         decay_g, refs = refs[: len(decay)], refs[len(decay) :]
-        *docs_g, dq_g, dk_g, dg_g, dbeta_g = refs
-        (x_s, past_s), u_s, (g_s, d_s), q_s, k_s, (s_s, c_s, dg_s), (ds_s, rest_s), G_s, small_s, docs_s = (
-            scoped[:10]
-        )
-        gates_loaded, loaded, summed, states, own, meet = scoped[10:]
+        docs_g, (dq_g, dk_g, dbeta_g, dg_g, *weights_g) = refs[: len(packed)], refs[len(packed) :]
+        (x_s, past_s), u_s, (g_s, d_s, raw_s), q_s, k_s, (s_s, c_s, dg_s), (ds_s, rest_s), G_s = scoped[:8]
+        small_s, docs_s, sums_s, gates_loaded, loaded, summed, states, own, meet = scoped[8:]
         docs = Documents(docs_s if docs_g else None)
         bh, n, wg = lax.axis_index("bh"), lax.axis_index("n"), lax.axis_index("wg")
         b, h = bh // H, lax.rem(bh, jnp.int32(H))
@@ -107,6 +120,10 @@ def chunk_adjoint(
 
         def tile(ref):
             return plgpu.load(ref, layout=TILE).astype(f32)
+
+        def over_channels(x):
+            """A sum over the channels of q (x = 0) or k (1), of which every warpgroup has left its part in sums_s."""
+            return sum(plgpu.load(sums_s.at[x, w], layout=ROW) for w in range(WARPGROUPS))
 
         # ---- loads
         @pl.when(wg == 0)
@@ -171,11 +188,24 @@ def chunk_adjoint(
             for half in (pl.ds(0, HALF), pl.ds(HALF, HALF)):
                 cross_s[half] = inner(s_s.at[half], ds_s.at[half])
 
+        s_w, ds_w, q_w, k_w = s_s.at[columns], ds_s.at[columns], q_s.at[wg], k_s.at[wg]
+        plgpu.barrier_wait(own.at[wg])
+        if not ready:
+            for x, ref in enumerate((q_w, k_w)):
+                sums_s[x, wg] = squares(ref)
+
         together(0)
 
         # ---- through the state
-        plgpu.barrier_wait(own.at[wg])
-        s_w, ds_w, q_w, k_w = s_s.at[columns], ds_s.at[columns], q_s.at[wg], k_s.at[wg]
+        factors_qk = [] if ready else [inverse_norm(over_channels(x)) for x in (0, 1)]
+
+        def unit(refs):
+            """q and k of unit length, of this warpgroup's channels."""
+            return [
+                tile(ref) if ready else tile(ref) * along_columns(factor, WIDTH)
+                for ref, factor in zip(refs, factors_qk or (None, None))
+            ]
+
 
         dq, dk, leave = products(
             (C, WIDTH),
@@ -185,7 +215,8 @@ def chunk_adjoint(
         )
         G = plain(G_s.at[:, columns])
         eG = entering(G, docs)
-        q, k = tile(q_w) * scale, tile(k_w)
+        q, k = unit((q_w, k_w))
+        q = q * scale
         dq, dk = dq * eG, -dk * eG
         dG = q * dq + k * dk
         leave = leave * leaving(G, G_s, columns, docs)
@@ -224,6 +255,9 @@ def chunk_adjoint(
 
         # ---- dg: a gate scales what this and later tokens see of the past, what earlier tokens hand on, and the state
         together(2)
+        if not ready:
+            for src, dst in zip((q_g, k_g), raw_s):
+                plgpu.copy_gmem_to_smem(src.at[b, rows, h, columns], dst.at[wg], own.at[wg])
 
         @pl.when(wg == 0)
         def _():
@@ -251,15 +285,43 @@ def chunk_adjoint(
 
             lax.fori_loop(0, C // STEP, earlier, across * plgpu.load(cross_s, layout=CHANNELS))
 
-        q_w[...] = (dq * scale).astype(bf16)
-        k_w[...] = dk.astype(bf16)
-        together(3)
-        for src, dst in ((q_w, dq_g), (k_w, dk_g)):
-            plgpu.copy_smem_to_gmem(src, dst.at[b, rows, h, columns])
-        dg_w = dg_s.at[wg]
-        dg_w[...] = plain(rest_s.at[:, columns]) + plain(past_s.at[:, columns])
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(dg_w, dg_g.at[b, rows, h, columns])
+        dq = dq * scale
+        if ready:
+            together(3)
+        else:  # x / |x| takes no part of the gradient that is along x
+            plgpu.barrier_wait(own.at[wg])
+            raw_w = [ref.at[wg] for ref in raw_s]
+            for x, (unit_x, d) in enumerate(zip(unit(raw_w), (dq, dk))):
+                sums_s[x, wg] = (unit_x * d).sum(1)
+            together(3)
+            dq, dk = (
+                (d - unit_x * along_columns(over_channels(x), WIDTH)) * along_columns(factors_qk[x], WIDTH)
+                for x, (unit_x, d) in enumerate(zip(unit(raw_w), (dq, dk)))
+            )
+        for d, mine, dst in ((dq, q_w, dq_g), (dk, k_w, dk_g)):
+            mine[...] = d.astype(bf16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(mine, dst.at[b, rows, h, columns])
+        if ready:
+            dg_w = dg_s.at[wg]
+            dg_w[...] = plain(rest_s.at[:, columns]) + plain(past_s.at[:, columns])
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(dg_w, dg_g.at[b, rows, h, columns])
+        else:  # a warpgroup has all channels of a quarter of the tokens
+            adjoint = gate_adjoint(decay_g, g_min, b, h)
+            rate = plgpu.load(decay_g[1].at[h], layout=CHANNELS)
+
+            def token_rows(i, sums):
+                for j in range(STEP):
+                    row = wg * (C // WARPGROUPS) + i * STEP + j
+                    logits, d = adjoint(token + row, channels(rest_s, row) + channels(past_s, row))
+                    dg_g[b, token + row, h] = (rate * d).astype(dg_g.dtype)
+                    sums = sums[0] + d, sums[1] + logits * d
+                return sums
+
+            zero = plgpu.layout_cast(jnp.zeros((D,), f32), CHANNELS)
+            for x, total in enumerate(lax.fori_loop(0, C // WARPGROUPS // STEP, token_rows, (zero, zero))):
+                weights_g[0][b, h, start_g[0] + n, wg, x] = total
 
         @pl.when(wg == 1)
         def _():
@@ -279,7 +341,9 @@ def chunk_adjoint(
             lambda *scoped: kernel(*refs, scoped),
             plgpu.RefUnion(operand(2, C, D), sums),
             operand(C, D),
-            plgpu.RefUnion(plgpu.SMEM((C, D), f32), operand(2, 2, C, C, columns=WIDTH)),
+            plgpu.RefUnion(
+                plgpu.SMEM((C, D), f32), operand(2, 2, C, C, columns=WIDTH), (channel_rows, channel_rows)
+            ),
             channel_rows,
             channel_rows,
             plgpu.RefUnion(operand(D, D), operand(WARPGROUPS, 2, C, WIDTH, columns=WIDTH), gradient),
@@ -287,6 +351,7 @@ def chunk_adjoint(
             sums,
             plgpu.SMEM((2 * C + D,), f32),
             plgpu.SMEM((Documents.ROWS, C), f32),
+            plgpu.SMEM((2, WARPGROUPS, C), f32),
             plgpu.Barrier(num_arrivals=1 + ready + len(packed)),
             plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(),
@@ -298,14 +363,7 @@ def chunk_adjoint(
 
     return plgpu.kernel(
         chunk_adjoint_kernel,
-        out_type=()
-        if into
-        else (
-            jax.ShapeDtypeStruct(q_BTHK.shape, bf16),
-            jax.ShapeDtypeStruct(q_BTHK.shape, bf16),
-            jax.ShapeDtypeStruct(q_BTHK.shape, f32),
-            jax.ShapeDtypeStruct((B, H, T), f32),
-        ),
+        out_type=() if into else adjoint_shapes(q_BTHK, decay),
         grid=(N, B * H),
         grid_names=("n", "bh"),
         num_threads=WARPGROUPS,

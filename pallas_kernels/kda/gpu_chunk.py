@@ -22,6 +22,7 @@ from pallas_kernels.kda.gpu_tiles import (
     Decay,
     Documents,
     R,
+    along_columns,
     along_rows,
     bf16,
     channels,
@@ -30,10 +31,12 @@ from pallas_kernels.kda.gpu_tiles import (
     f32,
     gate_reader,
     index,
+    inverse_norm,
     leaving,
     operand,
     plain,
     references,
+    squares,
     sum_gates,
     transposed,
 )
@@ -55,12 +58,12 @@ def chunk_operands(
     """Of N = `chunks` chunks, the first of which is number start[0] of the M in a row of tokens:
 
     Q+ = scale e^G q, K+ = e^G k, K- = e^{G_C - G} k  [B, H, N, C, K] bf16, P^T (scaled) and T^T = (I + beta X)^-T
-    [B, H, N, C, C] bf16, e^{G_C}  [B, H, N, K] float32. T is a multiple of C.
+    [B, H, N, C, C] bf16, e^{G_C}  [B, H, N, K] float32. T is a multiple of C. With logits for `decay` q and k are raw.
     """
     B, T, H, K = q_BTHK.shape
     N = chunks
     packed = () if docs is None else (docs,)
-    ready = len(decay) == 1  # log decays; else their logits, which are read where they are summed
+    ready = len(decay) == 1  # log decays; else their logits, and raw q and k
 
     def kernel(*refs_and_scoped):
         *refs, scoped = refs_and_scoped
@@ -97,14 +100,21 @@ def chunk_operands(
         if not (ready or docs_g):
             plgpu.barrier_wait(bar)
         plgpu.commit_smem()
+        q_factor = k_factor = None
+        if not ready:
+            both = (pl.ds(0, HALF), pl.ds(HALF, HALF))
+            q_factor, k_factor = (inverse_norm(sum(squares(x.at[:, at]) for at in both)) for x in (q_s, k_s))
+
+        def rows_of(ref, columns, factor, scale=1.0):
+            x = plgpu.load(ref.at[:, columns], layout=TILE).astype(f32)
+            return x * scale if factor is None else x * along_columns(factor * scale, HALF)
 
         def halves(*accs):
             for half in range(D // HALF):
                 columns = pl.ds(half * HALF, HALF)
                 base, second = references(G_s, columns, docs)
                 G = plain(G_s.at[:, columns])
-                q = plgpu.load(q_s.at[:, columns], layout=TILE).astype(f32) * scale
-                k = plgpu.load(k_s.at[:, columns], layout=TILE).astype(f32)
+                q, k = rows_of(q_s, columns, q_factor, scale), rows_of(k_s, columns, k_factor)
                 r = jnp.exp2(G - base + SHIFT)
                 rq_s[...] = (q * r).astype(bf16)
                 rk_s[...] = (k * r).astype(bf16)

@@ -12,7 +12,6 @@ select. Exponents are in log2 units throughout.
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -158,14 +157,23 @@ def documents(segment_ids: Int[Array, "B T"] | None) -> Float[Array, "B N 3 C"] 
     return jnp.stack([ordinal_BNC, ~starts_BNC, across_BNC], axis=2).astype(f32)
 
 
-Decay = tuple[Array, ...]  # (log decays [B, T, H, K] float32,), or what `log_decay` takes
+Decay = tuple[Array, ...]
+"""Log decays, (g [B, T, H, K] float32,); then q and k have unit length.
+
+Or (logits [B, T, H, K], rate [H, K], offset [H, K]) of g = g_min / (1 + 2^(rate logits + offset)), which the kernels
+compute where they sum the gates; then q and k are raw, and the kernels normalise their rows: see `inverse_norm`.
+"""
+L2_EPS = 1e-6  # added to the sum of squares
 
 
-def log_decay(
-    logits_BTHK: Float[Array, "B T H K"], rate_HK: Float[Array, "H K"], offset_HK: Float[Array, "H K"], g_min: float
-) -> Array:
-    """g_min / (1 + 2^(rate logits + offset)), in float32."""
-    return g_min * jax.nn.sigmoid(-(rate_HK * logits_BTHK.astype(f32) + offset_HK) / LOG2E)
+def squares(ref) -> Array:
+    """The sum of squares of each row of a reference, as ROW."""
+    x = plgpu.load(ref, layout=TILE).astype(f32)
+    return (x * x).sum(1)
+
+
+def inverse_norm(sum_of_squares: Array) -> Array:
+    return lax.rsqrt(sum_of_squares + L2_EPS)
 
 
 def gate_reader(decay_g, g_min: float, b, h):
@@ -175,6 +183,19 @@ def gate_reader(decay_g, g_min: float, b, h):
         return lambda row: load(decay_g[0].at[b, row, h])
     logits_g, rate, offset = decay_g[0], *(load(ref.at[h]) for ref in decay_g[1:])
     return lambda row: g_min / (1.0 + jnp.exp2(rate * load(logits_g.at[b, row, h]).astype(f32) + offset))
+
+
+def gate_adjoint(decay_g, g_min: float, b, h):
+    """(row, dg) -> (logits, gradient of rate logits + offset), as CHANNELS, for the logits of a `Decay`."""
+    load = lambda ref: plgpu.load(ref, layout=CHANNELS)
+    logits_g, rate, offset = decay_g[0], *(load(ref.at[h]) for ref in decay_g[1:])
+
+    def adjoint(row, dg):
+        logits = load(logits_g.at[b, row, h]).astype(f32)
+        open_ = 1.0 / (1.0 + jnp.exp2(rate * logits + offset))
+        return logits, dg * (-g_min / LOG2E) * open_ * (1.0 - open_)
+
+    return adjoint
 
 
 def sum_gates(gates, G_s, docs: Documents) -> None:

@@ -22,10 +22,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import is_hopper
-from pallas_kernels.kda.gpu_backward import chunk_adjoint
+from pallas_kernels.kda.gpu_backward import adjoint_shapes, chunk_adjoint
 from pallas_kernels.kda.gpu_chunk import chunk_operands
 from pallas_kernels.kda.gpu_state import segment_marks, state_adjoint, state_pass
-from pallas_kernels.kda.gpu_tiles import G_MIN, LOG2E, C, D, Decay, documents, log_decay
+from pallas_kernels.kda.gpu_tiles import G_MIN, LOG2E, C, D, Decay, documents
 from pallas_kernels.kda.reference import State
 from pallas_kernels.kda.segments import collect, segment_layout, spread
 
@@ -81,14 +81,17 @@ def kda_gated_pallas_gpu(
     initial_state: State,
     segment_ids: Int[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B T H V"], State]:
-    """`gated.kda_gated` with T > 0, bfloat16 logits, normalised q and k, beta after its sigmoid, defaults resolved.
+    """`gated.kda_gated` with T > 0, beta after its sigmoid, defaults resolved.
 
-    The kernels compute log decays from the logits where they sum them: float32 decays never reach memory.
+    The kernels normalise q and k and compute log decays where they read them, and give the gradients of what was
+    projected: neither unit vectors nor decays, nor the gradients of either, are ever in memory.
 
     Raises:
       NotImplementedError: as `kda_pallas_gpu`.
     """
     _refuse(q_BTHK, initial_state, g_min)
+    if decay_logits_BTHK.dtype != jnp.bfloat16:
+        decay_logits_BTHK = decay_logits_BTHK.astype(jnp.float32)
     rate_HK = jnp.broadcast_to(-LOG2E * jnp.exp(a_log_H)[:, None], dt_bias_HK.shape)
     decay = tuple(_wide(x, x.ndim - 1) for x in (decay_logits_BTHK, rate_HK, rate_HK * dt_bias_HK))
     return _run(q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, g_min, initial_state, segment_ids)
@@ -222,12 +225,9 @@ def _backward(plan, kept, cotangents):
         return d_entry_BHKV, dv_BTHV, *gradients
 
     if plan.spans == 1:
-        d_initial_BHKV, dv_BTHV, dq_BTHK, dk_BTHK, dg_BTHK, dbeta_BHT = adjoint(
-            *of_span, d_final_BHKV, _start(plan, 0)
-        )
+        d_initial_BHKV, *gradients = adjoint(*of_span, d_final_BHKV, _start(plan, 0))
     else:
-        like = lambda x, dtype=None: jax.empty_ref(jax.ShapeDtypeStruct(x.shape, dtype or x.dtype))
-        dv_ref, *refs = like(v_BTHV), like(q_BTHK), like(k_BTHK), like(q_BTHK, jnp.float32), like(beta_BHT)
+        dv_ref, *refs = map(jax.empty_ref, (jax.typeof(v_BTHV), *adjoint_shapes(q_BTHK, decay)))
 
         def span(d_exit_BHKV, x):
             i, entry_BHKV = x
@@ -237,12 +237,14 @@ def _backward(plan, kept, cotangents):
             return adjoint(operands, s, u, d_exit_BHKV, start, ((dv_ref,), tuple(refs)))[0], None
 
         d_initial_BHKV, _ = lax.scan(span, d_final_BHKV, (jnp.arange(plan.spans), entries), reverse=True)
-        dv_BTHV, dq_BTHK, dk_BTHK, dg_BTHK, dbeta_BHT = (jax.freeze(x) for x in (dv_ref, *refs))
+        gradients = [jax.freeze(x) for x in (dv_ref, *refs)]
 
-    d_decay = (dg_BTHK,)
+    dv_BTHV, dq_BTHK, dk_BTHK, dbeta_BHT, *d_decay = gradients
     if len(decay) > 1:
-        d_decay = jax.vjp(functools.partial(log_decay, g_min=plan.g_min), *decay)[1](dg_BTHK)
-    return dq_BTHK, dk_BTHK, dv_BTHV, d_decay, dbeta_BHT, d_initial_BHKV, None, None
+        d_logits_BTHK, parts_BHNP2K = d_decay
+        d_offset_HK, d_rate_HK = jnp.moveaxis(parts_BHNP2K.sum((0, 2, 3)), 1, 0)
+        d_decay = (d_logits_BTHK, d_rate_HK, d_offset_HK)
+    return dq_BTHK, dk_BTHK, dv_BTHV, tuple(d_decay), dbeta_BHT, d_initial_BHKV, None, None
 
 
 _kda.defvjp(_forward, _backward)

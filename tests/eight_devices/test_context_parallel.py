@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kda import kda as kda_op
+from pallas_kernels.kda import kda_gated, log_decay, unit
 from pallas_kernels.kda.affine import affine_map
+from pallas_kernels.kda_decode import kda_decode
 from tests.meshes import mesh
 from trillium_moe.model.conv import short_conv
 from trillium_moe.parallel import context
@@ -22,13 +24,14 @@ DOCUMENTS = {
 
 
 def kda_inputs(dtype, seed=0):
+    """What `kda_gated` takes, and a state."""
     rng = np.random.default_rng(seed)
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    q, k = (unit(rng.normal(size=(B, T, H, K))) for _ in range(2))
-    g = -np.exp(rng.uniform(-7, 1.6, (B, T, H, K)))  # from a memory of a thousand tokens to -5 a token
-    beta = rng.uniform(0, 1, (B, T, H))
-    x = [jnp.asarray(a, dtype) for a in (q, k, rng.normal(size=(B, T, H, V)), g, beta)]
-    return x, jnp.asarray(rng.normal(size=(B, H, K, V)), dtype)
+    q, k = rng.normal(size=(2, B, T, H, K))
+    open_ = np.exp(rng.uniform(-7, 1.6, (B, T, H, K))) / 5  # from a memory of a thousand tokens to -5 a token
+    slope, bias = rng.uniform(0.5, 2, H), rng.normal(size=(H, K))
+    z = np.log(open_ / (1 - open_)) / slope[:, None] - bias
+    arrays = q, k, rng.normal(size=(B, T, H, V)), z, 2 * rng.normal(size=(B, T, H)), np.log(slope), bias
+    return [jnp.asarray(a, dtype) for a in arrays], jnp.asarray(rng.normal(size=(B, H, K, V)), dtype)
 
 
 def differences(a, b):
@@ -56,12 +59,28 @@ def test_kda_over_devices(documents, dtype, tolerance, axes):
     with jax.enable_x64(dtype == "float64"):
         ids = None if DOCUMENTS[documents] is None else jnp.asarray(DOCUMENTS[documents])
         x, state = kda_inputs(dtype)
-        call = lambda op: lambda *a: op(*a[:5], initial_state=a[5], segment_ids=ids, g_min=-5.0)
-        expected = pull_back(call(kda_op), [*x, state])
+        call = lambda op: lambda *a: op(*a[:7], initial_state=a[7], segment_ids=ids, g_min=-5.0)
+        expected = pull_back(call(kda_gated), [*x, state])
         with jax.set_mesh(mesh(**axes)):
-            found = pull_back(call(context.kda), [*x, state])
-        for name, a, b in zip(("o", "final", "q", "k", "v", "g", "beta", "initial"), found, expected, strict=True):
+            found = pull_back(call(context.kda_gated), [*x, state])
+        names = ("o", "final", "q", "k", "v", "decay_logits", "beta_logits", "a_log", "dt_bias", "initial")
+        for name, a, b in zip(names, found, expected, strict=True):
             assert differences([a], [b]) < tolerance, name
+
+
+def test_kda_step_over_devices():
+    """A decoding step: heads over one axis, sequences over two, one of which has no token."""
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    B, H = 4, 4
+    arrays = [normal(B, 3, H, K), normal(B, H, K), normal(B, H), normal(B, H, K), normal(B, 3, 3, H, K)]
+    weights = {"conv": normal(3, H, K, 4), "a_log": normal(H), "dt_bias": normal(H, K), "out_norm": normal(K)}
+    run = lambda op: jax.jit(lambda *a: op(*a, **weights, active=jnp.arange(B) != 2, g_min=-5.0))
+    args = (*arrays, normal(B, H, K, K))
+    expected = run(kda_decode)(*args)
+    with jax.set_mesh(mesh(data=2, expert=2, model=2)):
+        found = run(context.kda_decode)(*args)
+    assert differences(found, expected) < 1e-6
 
 
 @pytest.mark.slow
@@ -69,10 +88,10 @@ def test_kda_in_bfloat16_keeps_its_rounding_error():
     """The maps add no error that one pass in bfloat16 does not have."""
     x, state = kda_inputs("float32")
     low = [*(a.astype(jnp.bfloat16) for a in x[:3]), *x[3:]]
-    exact = pull_back(lambda *a: kda_op(*a)[0], [*(a.astype(jnp.float32) for a in low[:3]), *x[3:]])
-    one = pull_back(lambda *a: kda_op(*a)[0].astype(jnp.float32), low)
+    exact = pull_back(lambda *a: kda_gated(*a)[0], [*(a.astype(jnp.float32) for a in low[:3]), *x[3:]])
+    one = pull_back(lambda *a: kda_gated(*a)[0].astype(jnp.float32), low)
     with jax.set_mesh(mesh(context=4)):
-        cut = pull_back(lambda *a: context.kda(*a, g_min=-5.0)[0].astype(jnp.float32), low)
+        cut = pull_back(lambda *a: context.kda_gated(*a, g_min=-5.0)[0].astype(jnp.float32), low)
     for a, b, c in zip(one, cut, exact, strict=True):
         rms = lambda e, c=c: float(jnp.sqrt(jnp.mean((e.astype(jnp.float32) - c) ** 2)))
         assert rms(b) < 1.5 * rms(a) + 1e-6
@@ -80,7 +99,8 @@ def test_kda_in_bfloat16_keeps_its_rounding_error():
 
 def test_affine_map_is_the_token_product():
     with jax.enable_x64(True):
-        (_, k, v, g, beta), state = kda_inputs("float64")
+        (_, k, v, z, b, a_log, bias), state = kda_inputs("float64")
+        k, g, beta = unit(k), log_decay(z, a_log, bias, -5.0), jax.nn.sigmoid(b)
         maps = jax.jit(lambda ids: affine_map(k, v, g, beta, segment_ids=ids, g_min=-5.0))
         M, N = maps(jnp.ones((B, T), jnp.int32))
         product = np.broadcast_to(np.eye(K), M.shape)
@@ -137,4 +157,4 @@ def test_latent_attention_over_devices(documents, axes):
 def test_a_length_that_does_not_divide_is_named():
     x, state = kda_inputs("float32")
     with jax.set_mesh(mesh(context=8)), pytest.raises(ValueError, match="252.*mesh.context=8; use 248 or 256"):
-        context.kda(*(a[:, :252] for a in x))
+        context.kda_gated(*(a[:, :252] for a in x[:5]), *x[5:], g_min=-5.0)

@@ -25,8 +25,6 @@ from trillium_moe.model.cache import (
     quantise,
     token_bytes,
 )
-from trillium_moe.model.kda import one_token
-from trillium_moe.parallel.context import kda
 
 T, CAPACITY = 37, 64
 
@@ -208,17 +206,6 @@ def test_which_order_of_experts():
     assert few.variant(1, 8, 128) == "gathered"
     assert few.variant(1, 8, 128, gather=False) == few.variant(32, 8, 128) == "dense"
     assert few.variant(4096, 8, 128) == "grouped"
-
-
-def test_one_token_is_the_recurrence():
-    rng = np.random.default_rng(3)
-    normal = lambda *s: jnp.asarray(rng.normal(size=s), jnp.float32)
-    q, k, v, g = (normal(2, 1, 3, 8) for _ in range(4))
-    g, beta, state = -jnp.abs(g), jnp.asarray(rng.random((2, 1, 3)), jnp.float32), normal(2, 3, 8, 8)
-    o, new = one_token(*(x[:, 0] for x in (q, k, v, g, beta)), state)
-    want_o, want = kda(q, k, v, g, beta, initial_state=state, implementation="reference")
-    np.testing.assert_allclose(o, want_o[:, 0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(new, want, rtol=1e-5, atol=1e-6)
 
 
 def test_size_is_known_before_it_is_allocated():

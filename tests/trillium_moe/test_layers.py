@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels.kda import log_decay, unit
 from tests import goldens
 from trillium_moe.config import DtypeConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from trillium_moe.interop import hf
@@ -16,9 +17,9 @@ from trillium_moe.model.attn_res import read
 from trillium_moe.model.context import Context
 from trillium_moe.model.conv import short_conv
 from trillium_moe.model.ffn import situ_glu, swiglu
-from trillium_moe.model.kda import KDA, bounded_decay, inverse_softplus_dt
+from trillium_moe.model.kda import KDA, inverse_softplus_dt
 from trillium_moe.model.mla import MLA, positions, rotate
-from trillium_moe.model.norms import l2_norm, rms_norm
+from trillium_moe.model.norms import rms_norm
 
 F64 = DtypeConfig("float64", "float64", "float64")
 F32 = DtypeConfig(compute="float32")
@@ -80,7 +81,7 @@ def test_golden_kda_layer_internals():
         x = jnp.asarray(ref["kda.in.4"], jnp.float64)
         y, aux = layer(x, Context())
         assert goldens.error(y, ref["kda.out.4"]) < 1e-6
-        g = layer.log_decay(x)
+        g = layer.log_decay(layer.decay_logits(x))
         assert goldens.error(g, ref["kda.g.4"]) < 1e-6
         np.testing.assert_allclose(aux["log_decay_min"], g.min())
 
@@ -101,7 +102,7 @@ def test_situ_glu_by_its_formula():
 
 def test_bounded_decay_stays_inside_its_bound():
     z = jnp.asarray([-1e4, -3.0, 0.0, 3.0, 1e4]).reshape(1, 5, 1, 1)
-    g = bounded_decay(z, jnp.zeros(1), -5.0)
+    g = log_decay(z, jnp.zeros(1), jnp.zeros((1, 1)), -5.0)
     assert float(g.min()) >= -5 and float(g.max()) <= 0
     np.testing.assert_allclose(g[0, 2, 0, 0], -2.5)
 
@@ -117,8 +118,8 @@ def test_norms_by_their_formulas():
     w = np.arange(6, dtype=np.float32)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w
     np.testing.assert_allclose(rms_norm(jnp.asarray(x), jnp.asarray(w)), expected, rtol=1e-5)
-    np.testing.assert_allclose(l2_norm(jnp.asarray(x)), x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6), rtol=1e-5)
-    np.testing.assert_array_equal(l2_norm(jnp.zeros((2, 4))), 0)
+    np.testing.assert_allclose(unit(jnp.asarray(x)), x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6), rtol=1e-5)
+    np.testing.assert_array_equal(unit(jnp.zeros((2, 4))), 0)
 
 
 def test_short_conv_restarts_at_documents():

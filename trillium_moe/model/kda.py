@@ -6,29 +6,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.kda import log_decay
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.cache import Recurrent
 from trillium_moe.model.context import Context
 from trillium_moe.model.conv import short_conv
-from trillium_moe.model.norms import l2_norm, rms_norm
+from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import linear, normal, ones, param, wide, zeros
-from trillium_moe.parallel.context import kda
+from trillium_moe.parallel.context import kda_decode, kda_gated
 from trillium_moe.shapes import Array, Float, Int
 
 # On a TPU a float32 dot is one bfloat16 pass unless asked otherwise; decay logits are exponentiated and summed.
 HIGHEST = jax.lax.Precision.HIGHEST
 
-
-def bounded_decay(
-    z_BTHK: Float[Array, "B T H K"], a_log_H: Float[Array, " H"], g_min: float
-) -> Float[Array, "B T H K"]:
-    """g = g_min sigmoid(e^A z), in (g_min, 0) nats per token: Kimi K3."""
-    return g_min * jax.nn.sigmoid(jnp.exp(a_log_H)[:, None] * z_BTHK)
-
-
-def softplus_decay(z_BTHK: Float[Array, "B T H K"], a_log_H: Float[Array, " H"]) -> Float[Array, "B T H K"]:
-    """g = -e^A softplus(z), unbounded below: Kimi Linear."""
-    return -jnp.exp(a_log_H)[:, None] * jax.nn.softplus(z_BTHK)
+NOTHING = -1e30  # as logit of decay and step size: the token changes no state
 
 
 def inverse_softplus_dt(key, shape, dtype):
@@ -71,14 +62,24 @@ class KDA(nnx.Module):
         self.out_norm = param(rngs, (K,), ("head_dim",), dtype, ones)
         self.out = weight((H, K, D), ("heads", "head_dim", "embed"), n_in=2)
 
-    def log_decay(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
-        """Natural-log decay per token, head and channel, at least float32."""
-        c = self.config.kda
+    def decay_logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
+        """What the decay's gate takes, without dt_bias; at least float32."""
         down = jnp.einsum("btd,dr->btr", x_BTD, self.decay_down.astype(x_BTD.dtype), precision=HIGHEST)
         up = self.decay_up.astype(x_BTD.dtype)
-        z = jnp.einsum("btr,rhk->bthk", down, up, precision=HIGHEST, preferred_element_type=wide(down).dtype)
-        z, a_log = z + wide(self.dt_bias[...]), wide(self.a_log[...])
-        return bounded_decay(z, a_log, c.g_min) if c.decay == "bounded" else softplus_decay(z, a_log)
+        return jnp.einsum("btr,rhk->bthk", down, up, precision=HIGHEST, preferred_element_type=wide(down).dtype)
+
+    def log_decay(self, decay_logits_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+        """Natural-log decay per token, head and channel, at least float32."""
+        return log_decay(decay_logits_BTHK, *self.gate_of_decay, self.g_min)
+
+    @property
+    def gate_of_decay(self) -> tuple[Float[Array, " H"], Float[Array, "H K"]]:
+        """a_log and dt_bias, at least float32."""
+        return wide(self.a_log[...]), wide(self.dt_bias[...])
+
+    @property
+    def g_min(self) -> float | None:
+        return self.config.kda.g_min if self.config.kda.decay == "bounded" else None
 
     def __call__(self, x_BTD: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
         c = self.config.kda
@@ -89,15 +90,13 @@ class KDA(nnx.Module):
                 y = short_conv(y, getattr(self, f"{name}_conv")[...], ctx.segment_ids)
             return jax.nn.silu(y)
 
-        q, k, v = l2_norm(qkv("q")), l2_norm(qkv("k")), qkv("v")
-        g = self.log_decay(x_BTD)
-        beta = jax.nn.sigmoid(wide(linear(x_BTD, self.beta)))
-        o, _ = kda(
-            q, k, v, g, beta,
+        z = self.decay_logits(x_BTD)
+        o, _ = kda_gated(
+            qkv("q"), qkv("k"), qkv("v"), z, linear(x_BTD, self.beta), *self.gate_of_decay,
             segment_ids=ctx.segment_ids, g_min=self.g_min, implementation=c.implementation or None,
         )  # fmt: skip
-        aux = {"log_decay_mean": g.mean((0, 1)), "log_decay_min": g.min()}
-        return self.output(x_BTD, o), jax.lax.stop_gradient(aux)
+        g = jax.lax.stop_gradient(self.log_decay(z))
+        return self.output(x_BTD, o), {"log_decay_mean": g.mean((0, 1)), "log_decay_min": g.min()}
 
     def extend(
         self, x_BTD: Float[Array, "B T D"], n_B: Int[Array, " B"], past: Recurrent, undecided: bool = False
@@ -107,45 +106,71 @@ class KDA(nnx.Module):
         undecided: return the state before and after every token, [B, T + 1, H, K, V], and the inputs of all, for
           `settled` to choose from.
         """
+        if x_BTD.shape[1] == 1 or undecided:
+            return self._steps(x_BTD, n_B, past, undecided)
         c, T = self.config.kda, x_BTD.shape[1]
-        inputs = jnp.stack([_heads(x_BTD, getattr(self, name)) for name in "qkv"], axis=2)
+        inputs = self._inputs(x_BTD)
         window = jnp.concatenate([past.taps, inputs], axis=1)
-        taps = window if undecided else _last(window, n_B, past.taps.shape[1])
         if c.conv_size:
-            weight = jnp.stack([wide(getattr(self, f"{name}_conv")[...]) for name in "qkv"])
+            weight = wide(self._conv)
             y = sum(wide(window[:, s : s + T]) * weight[..., s] for s in reversed(range(c.conv_size)))
             inputs = y.astype(inputs.dtype)
         q, k, v = (jax.nn.silu(y)[:, :, 0] for y in jnp.split(inputs, 3, axis=2))
-        q, k = l2_norm(q), l2_norm(k)
-        # beta = 0 and g = 0 change no state: that is all a token needs that is not there
-        real = jnp.arange(T) < n_B[:, None]
-        g = jnp.where(real[..., None, None], self.log_decay(x_BTD), 0)
-        beta = jnp.where(real[..., None], jax.nn.sigmoid(wide(linear(x_BTD, self.beta))), 0)
-        if T == 1 or undecided:
-            out, states = [], [past.state]
-            for t in range(T):
-                o, state = one_token(*(x[:, t] for x in (q, k, v, g, beta)), states[-1])
-                out, states = [*out, o], [*states, state]
-            o = jnp.stack(out, 1)
-            state = jnp.stack(states, 1) if undecided else state
-        else:
-            o, state = kda(q, k, v, g, beta, initial_state=past.state, g_min=self.g_min,
-                           implementation=c.implementation or None)
-        return self.output(x_BTD, o), Recurrent(state, taps)
+        real_BT = jnp.arange(T) < n_B[:, None]
+        z = jnp.where(real_BT[..., None, None], self.decay_logits(x_BTD), NOTHING)
+        beta = jnp.where(real_BT[..., None], linear(x_BTD, self.beta), NOTHING)
+        o, state = kda_gated(
+            q, k, v, z, beta, *self.gate_of_decay,
+            initial_state=past.state, g_min=self.g_min, implementation=c.implementation or None,
+        )  # fmt: skip
+        return self.output(x_BTD, o), Recurrent(state, _last(window, n_B, past.taps.shape[1]))
+
+    def _steps(self, x_BTD, n_B, past: Recurrent, undecided: bool) -> tuple[Array, Recurrent]:
+        """`extend`, one token after the other."""
+        inputs = self._inputs(x_BTD)
+        tokens = inputs, self.decay_logits(x_BTD), linear(x_BTD, self.beta), self.gate_logits(x_BTD)
+        a_log, dt_bias = self.gate_of_decay
+        out, states, taps = [], [past.state], past.taps
+        for t in range(x_BTD.shape[1]):
+            o, taps, state = kda_decode(
+                *(None if x is None else x[:, t] for x in tokens), taps, states[-1],
+                conv=self._conv, a_log=a_log, dt_bias=dt_bias, out_norm=self.out_norm[...], active=t < n_B,
+                g_min=self.g_min, norm_eps=self.config.norm_eps, implementation=self.config.kda.implementation or None,
+            )  # fmt: skip
+            out.append(o)
+            states.append(state)
+        y = self.project(jnp.stack(out, axis=1))
+        if not undecided:
+            return y, Recurrent(states[-1], taps)
+        return y, Recurrent(jnp.stack(states, axis=1), jnp.concatenate([past.taps, inputs], axis=1))
+
+    def _inputs(self, x_BTD) -> Float[Array, "B T 3 H K"]:
+        """What the convolutions of q, k and v take."""
+        return jnp.stack([_heads(x_BTD, getattr(self, name)) for name in "qkv"], axis=2)
 
     @property
-    def g_min(self) -> float | None:
-        return self.config.kda.g_min if self.config.kda.decay == "bounded" else None
+    def _conv(self) -> Float[Array, "3 H K C"] | None:
+        if not self.config.kda.conv_size:
+            return None
+        return jnp.stack([getattr(self, f"{name}_conv")[...] for name in "qkv"])
 
     def output(self, x_BTD: Float[Array, "B T D"], o_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
         """Norm of every head, gate, output projection."""
-        c = self.config.kda
         o = rms_norm(o_BTHK, self.out_norm[...], self.config.norm_eps)
-        if c.gate != "none":
-            rank = linear(x_BTD, self.gate_down) if c.gate == "low_rank" else x_BTD
-            gate = _heads(rank, self.gate_up if c.gate == "low_rank" else self.gate)
+        gate = self.gate_logits(x_BTD)
+        if gate is not None:
             o = (wide(o) * jax.nn.sigmoid(wide(gate))).astype(x_BTD.dtype)
-        return jnp.einsum("bthk,hkd->btd", o, self.out.astype(o.dtype))
+        return self.project(o)
+
+    def gate_logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"] | None:
+        """Of the output gate; None: there is none."""
+        c = self.config.kda
+        if c.gate == "none":
+            return None
+        return _heads(linear(x_BTD, self.gate_down), self.gate_up) if c.gate == "low_rank" else _heads(x_BTD, self.gate)
+
+    def project(self, o_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+        return jnp.einsum("bthk,hkd->btd", o_BTHK, self.out.astype(o_BTHK.dtype))
 
 
 def _last(window_BT, n_B, size):
@@ -163,23 +188,3 @@ def settled(past: Recurrent, n_B: Int[Array, " B"]) -> Recurrent:
 def _heads(x_BTD, w_DHK):
     return jnp.einsum("btd,dhk->bthk", x_BTD, w_DHK.astype(x_BTD.dtype))
 
-
-def one_token(
-    q_BHK: Float[Array, "B H K"],
-    k_BHK: Float[Array, "B H K"],
-    v_BHV: Float[Array, "B H V"],
-    g_BHK: Float[Array, "B H K"],
-    beta_BH: Float[Array, "B H"],
-    state_BHKV: Float[Array, "B H K V"],
-) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """One step of the recurrence (`pallas_kernels.kda`) and its output, scaled by K^-0.5, in the state's dtype inside.
-
-    Sums are element-wise: a matrix product with one row would only be a slower one. On a GPU the update is one kernel
-    that reads and writes the state once, in place, because nothing reads the old state after it.
-    """
-    q, k, v = (x.astype(state_BHKV.dtype) for x in (q_BHK, k_BHK, v_BHV))
-    decayed = jnp.exp(g_BHK)[..., None] * state_BHKV
-    update = beta_BH[..., None] * (v - (decayed * k[..., None]).sum(-2))
-    state = decayed + k[..., None] * update[..., None, :]
-    o = q.shape[-1] ** -0.5 * (state * q[..., None]).sum(-2)
-    return o.astype(v_BHV.dtype), state

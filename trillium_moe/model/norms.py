@@ -1,4 +1,4 @@
-"""RMS and L2 normalisation (model.md 2.2, 2.3)."""
+"""RMS normalisation (model.md 2.2)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,3 @@ def rms_norm(
     y = wide(x)
     y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
     return y if weight_D is None else y * weight_D.astype(x.dtype)
-
-
-def l2_norm(x: Float[Array, "... K"], eps: float = 1e-6) -> Float[Array, "... K"]:
-    """x / |x|, in x's dtype; eps is added to the sum of squares."""
-    y = wide(x)
-    return (y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)

@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import attention, attention_runs
-from pallas_kernels.kda import affine
-from pallas_kernels.kda import kda as kda_op
+from pallas_kernels.kda import affine, log_decay, unit
+from pallas_kernels.kda import kda_gated as kda_op
+from pallas_kernels.kda_decode import kda_decode as kda_decode_op
 from trillium_moe.parallel.manual import layout
-from trillium_moe.shapes import Array, Float, Int
+from trillium_moe.shapes import Array, Bool, Float, Int
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -32,44 +33,53 @@ HIGHEST = jax.lax.Precision.HIGHEST
 # --- KDA
 
 
-def kda(
+def kda_gated(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
-    g: Float[Array, "B T H K"],
-    beta: Float[Array, "B T H"],
+    decay_logits: Float[Array, "B T H K"],
+    beta_logits: Float[Array, "B T H"],
+    a_log: Float[Array, " H"],
+    dt_bias: Float[Array, "H K"],
     *,
     initial_state: Float[Array, "B H K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    g_min: float | None = None,
+    g_min: float | None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """`pallas_kernels.kda` under the current mesh: arguments and results as there, with one state per row."""
+    """`pallas_kernels.kda.kda_gated` under the current mesh: arguments and results as there, one state per row.
+
+    a_log and dt_bias are at least float32.
+    """
+    inputs, settings = (q, k, v, decay_logits, beta_logits, a_log, dt_bias), (g_min, implementation)
     where = layout(*q.shape[:2])
     if where is None:
-        return kda_op(
-            q, k, v, g, beta,
-            initial_state=initial_state, segment_ids=segment_ids, g_min=g_min, implementation=implementation,
-        )  # fmt: skip
+        return _kda(settings, inputs, initial_state, segment_ids)
     B, _, H, K = q.shape
     if initial_state is None:
-        initial_state = jnp.zeros((B, H, K, v.shape[-1]), g.dtype)
+        initial_state = jnp.zeros((B, H, K, v.shape[-1]), a_log.dtype)
     heads = where.divides("model", H)
-    tokens, state = where.tokens(heads), where.rows(heads)
-    settings = (g_min, implementation)
+    tokens, state, weight = where.tokens(heads), where.rows(heads), jax.P(heads)
 
     def shard(inputs, entry, ids):
         if where.context:
             return _chained_kda(where.context, settings, inputs, entry, ids)
         return _kda(settings, inputs, entry, ids)
 
-    run = where.shard(shard, ((tokens,) * 5, state, where.tokens()), (tokens, state))
-    return run((q, k, v, g, beta), initial_state, segment_ids)
+    run = where.shard(shard, ((tokens,) * 5 + (weight,) * 2, state, where.tokens()), (tokens, state))
+    return run(inputs, initial_state, segment_ids)
 
 
 def _kda(settings, inputs, entry, ids):
     g_min, implementation = settings
     return kda_op(*inputs, initial_state=entry, segment_ids=ids, g_min=g_min, implementation=implementation)
+
+
+def _ready(settings, inputs):
+    """q, k, v, g and beta: what the maps of the state are made from."""
+    q, k, v, decay_logits, beta_logits, a_log, dt_bias = inputs
+    g = log_decay(decay_logits, a_log, dt_bias, settings[0])
+    return unit(q), unit(k), v, g, jax.nn.sigmoid(beta_logits.astype(g.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -81,7 +91,7 @@ def _chained_kda(axis, settings, inputs, initial, ids):
 
 def _entry_state(axis, settings, inputs, initial, ids):
     """The state before this shard's first token, the one after the row's last, and what the backward folds with."""
-    _, k, v, g, beta = inputs
+    _, k, v, g, beta = _ready(settings, inputs)
     maps = jnp.concatenate(affine.affine_map(k, v, g, beta, segment_ids=ids, g_min=settings[0]), axis=-1)
     M, N = jnp.split(jax.lax.all_gather(maps, axis), [k.shape[-1]], axis=-1)
     index, links = jax.lax.axis_index(axis), _links(axis, ids, M.shape[:2])
@@ -106,7 +116,7 @@ def _chained_bwd(axis, settings, saved, cotangents):
     inputs, M, links, vjp, ids = saved
     d_o, d_final = cotangents
     scale, index = inputs[0].shape[-1] ** -0.5, jax.lax.axis_index(axis)
-    E = affine.entry_adjoint(*inputs, d_o, scale=scale, segment_ids=ids, g_min=settings[0])
+    E = affine.entry_adjoint(*_ready(settings, inputs), d_o, scale=scale, segment_ids=ids, g_min=settings[0])
 
     def step(carry, xs):
         (d_exit, own), (i, M, E, link) = carry, xs
@@ -132,6 +142,38 @@ def _links(axis, ids_BT, shape):
     first, last = jax.lax.all_gather(jnp.stack([ids_BT[:, 0], ids_BT[:, -1]]), axis).swapaxes(0, 1)
     links = jnp.concatenate([jnp.ones_like(first[:1], bool), first[1:] == last[:-1]])
     return links[..., None, None, None]
+
+
+def kda_decode(
+    qkv: Float[Array, "B 3 H K"],
+    decay: Float[Array, "B H K"],
+    beta: Float[Array, "B H"],
+    gate: Float[Array, "B H K"] | None,
+    taps: Float[Array, "B S 3 H K"],
+    state: Float[Array, "B H K K"],
+    *,
+    conv: Float[Array, "3 H K C"] | None,
+    a_log: Float[Array, " H"],
+    dt_bias: Float[Array, "H K"],
+    out_norm: Float[Array, " K"],
+    active: Bool[Array, " B"],
+    **settings,
+) -> tuple[Float[Array, "B H K"], Float[Array, "B S 3 H K"], Float[Array, "B H K K"]]:
+    """`pallas_kernels.kda_decode` under the current mesh: arguments and results as there."""
+
+    def run(arrays, weights, active):
+        names = ("conv", "a_log", "dt_bias", "out_norm")
+        return kda_decode_op(*arrays, **dict(zip(names, weights)), active=active, **settings)
+
+    args = (qkv, decay, beta, gate, taps, state), (conv, a_log, dt_bias, out_norm), active
+    where = layout(len(qkv))
+    if where is None:
+        return run(*args)
+    heads = where.divides("model", state.shape[1])
+    row, inputs, history = where.rows(heads), where.rows(None, heads), where.rows(None, None, heads)
+    weights = (jax.P(None, heads), jax.P(heads), jax.P(heads), jax.P())
+    specs = (inputs, row, row, row, history, row), weights, where.rows()
+    return where.shard(run, specs, (row, history, row))(*args)
 
 
 # --- short convolution

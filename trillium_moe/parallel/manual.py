@@ -61,8 +61,8 @@ class Layout:
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def layout(B: int, T: int) -> Layout | None:
-    """The cut of [B, T] tokens under the current mesh, or None where there is nothing to cut.
+def layout(B: int, T: int = 0) -> Layout | None:
+    """The cut of [B, T] tokens under the current mesh, or None where there is nothing to cut. T = 0: of rows alone.
 
     Rows that an axis does not divide (generation from one prompt, say) are held by all of its devices.
 
