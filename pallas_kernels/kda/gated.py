@@ -9,9 +9,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.kda.api import IMPLEMENTATIONS, check
 from pallas_kernels.kda.pallas_gpu import kda_gated_pallas_gpu
-from pallas_kernels.kda.reference import State
-
-L2_EPS = 1e-6  # added to the sum of squares, as fla does
+from pallas_kernels.kda.pallas_tpu import kda_gated_pallas_tpu
+from pallas_kernels.kda.reference import L2_EPS, State
 
 
 def kda_gated(
@@ -114,4 +113,4 @@ def _composed(op, q, k, v, decay_logits, beta, a_log, dt_bias, *, g_min, **rest)
 
 
 _IMPLEMENTATIONS = {name: functools.partial(_composed, op) for name, op in IMPLEMENTATIONS.items()}
-_IMPLEMENTATIONS["pallas_gpu"] = kda_gated_pallas_gpu
+_IMPLEMENTATIONS |= {"pallas_gpu": kda_gated_pallas_gpu, "pallas_tpu": kda_gated_pallas_tpu}

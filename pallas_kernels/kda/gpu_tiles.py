@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kda.reference import L2_EPS
+
 C = 64  # tokens of a chunk
 R = 32  # rows of a tile
 D = 128  # channels of a key and of a value
@@ -163,7 +165,7 @@ Decay = tuple[Array, ...]
 Or (logits [B, T, H, K], rate [H, K], offset [H, K]) of g = g_min / (1 + 2^(rate logits + offset)), which the kernels
 compute where they sum the gates; then q and k are raw, and the kernels normalise their rows: see `inverse_norm`.
 """
-L2_EPS = 1e-6  # added to the sum of squares
+
 
 
 def squares(ref) -> Array:

@@ -121,21 +121,18 @@ def _run(q_BTHK, k_BTHK, v_BTHV, decay: Decay, beta_BTH, scale, g_min, initial_s
     # One state per segment: every segment starts a chunk of its own. See `xla.kda_xla`.
     S = initial_state.shape[1]
     place_BT, slot_BN = segment_layout(segment_ids, S, C)
-    move = lambda x: spread(x, place_BT, slot_BN.shape[1] * C)
-    empty_BT11 = ~move(jnp.ones_like(place_BT, bool))[..., None, None]
-    gate_BTHK = jnp.where(empty_BT11, _no_decay(decay).astype(decay[0].dtype), move(decay[0]))
+    move = lambda x, fill=0.0: spread(x, place_BT, slot_BN.shape[1] * C, fill)
     ran_BS111 = (slot_BN[:, None] == jnp.arange(S)[:, None]).any(-1)[:, :, None, None, None]
-    o_BTHV, table_BSHKV = _rows(
-        *(move(x) for x in (q_BTHK, k_BTHK, v_BTHV)), (gate_BTHK, *decay[1:]), move(beta_BTH), scale, g_min,
-        jnp.where(ran_BS111, initial_state, 0), slot_BN=slot_BN,
-    )  # fmt: skip
+    decay = (move(decay[0], _no_decay(decay)), *decay[1:])
+    inputs = (move(q_BTHK), move(k_BTHK), move(v_BTHV), decay, move(beta_BTH))
+    o_BTHV, table_BSHKV = _rows(*inputs, scale, g_min, jnp.where(ran_BS111, initial_state, 0), slot_BN=slot_BN)
     # What the kernels leave for a segment without a chunk, state or gradient, is whatever was in memory.
     return collect(o_BTHV, place_BT), jnp.where(ran_BS111, table_BSHKV, initial_state)
 
 
-def _no_decay(decay: Decay) -> Array:
+def _no_decay(decay: Decay) -> float:
     """The log decay, or logit, of a token that changes no state."""
-    return jnp.float32(0.0 if len(decay) == 1 else -1e30)
+    return 0.0 if len(decay) == 1 else -1e30
 
 
 def _rows(
@@ -159,7 +156,7 @@ def _rows(
     o_BTHV, final_state = _kda(
         plan,
         *(_wide(pad(x), 3) for x in (q_BTHK, k_BTHK, v_BTHV)),
-        (pad(decay[0], _no_decay(decay).astype(decay[0].dtype)), *decay[1:]),
+        (pad(decay[0], _no_decay(decay)), *decay[1:]),
         beta_BHT,
         _wide(initial_state, initial_state.ndim - 2, initial_state.ndim - 1),
         documents(segment_ids),

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import target
 from pallas_kernels.kda.numerics import lowest_kernel_gate
-from pallas_kernels.kda.reference import State
+from pallas_kernels.kda.reference import L2_EPS, State
 from pallas_kernels.kda.segments import collect, segment_layout, spread
 from pallas_kernels.kda.tpu_chunk import (
     NN,
@@ -39,6 +39,7 @@ from pallas_kernels.kda.tpu_chunk import (
 )
 
 WIDTHS = (64, 128)
+NO_DECAY = -1e30  # logit
 MOST_HEADS = 8  # of a program
 LANES = 128
 VMEM_BYTES = 32 << 20  # a quarter of what v5e and v6e have, half of v5p and tpu7x
@@ -66,7 +67,42 @@ def kda_pallas_tpu(
       NotImplementedError: anything but bfloat16 or float32 heads whose K and V are 64 or 128, gates bounded within the
         range of 16-row tiles, on a TPU.
     """
-    H, (K, V) = q_BTHK.shape[2], initial_state.shape[-2:]
+    return _run((q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH), None, scale, g_min, initial_state, segment_ids, interpret)
+
+
+def kda_gated_pallas_tpu(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BTHK: Float[Array, "B T H K"],
+    v_BTHV: Float[Array, "B T H V"],
+    decay_logits_BTHK: Float[Array, "B T H K"],
+    beta_BTH: Float[Array, "B T H"],
+    a_log_H: Float[Array, " H"],
+    dt_bias_HK: Float[Array, "H K"],
+    *,
+    g_min: float | None,
+    scale: float,
+    initial_state: State,
+    segment_ids: Int[Array, "B T"] | None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T H V"], State]:
+    """`gated.kda_gated` with T > 0, beta after its sigmoid, defaults resolved.
+
+    The kernels normalise q and k and compute log decays where they read them, and give the gradients of what was
+    projected: neither unit vectors nor decays, nor the gradients of either, are ever in memory.
+
+    Raises:
+      NotImplementedError: as `kda_pallas_tpu`.
+    """
+    if decay_logits_BTHK.dtype != jnp.bfloat16:
+        decay_logits_BTHK = decay_logits_BTHK.astype(f32)
+    rate_HK = jnp.broadcast_to(jnp.exp(a_log_H)[:, None], dt_bias_HK.shape)
+    gate_2X = jnp.stack([rate_HK, rate_HK * dt_bias_HK]).reshape(2, -1)
+    inputs = (q_BTHK, k_BTHK, v_BTHV, decay_logits_BTHK, beta_BTH)
+    return _run(inputs, gate_2X, scale, g_min, initial_state, segment_ids, interpret)
+
+
+def _run(inputs, gate_2X, scale, g_min, initial_state, segment_ids, interpret):
+    q_BTHK, H, (K, V) = inputs[0], inputs[0].shape[2], initial_state.shape[-2:]
     if K not in WIDTHS or V not in WIDTHS:
         raise NotImplementedError(f"K={K}, V={V}; heads with K and V of 64 or 128 are supported")
     if q_BTHK.dtype not in (jnp.bfloat16, f32):
@@ -78,19 +114,21 @@ def kda_pallas_tpu(
     if not interpret and target()[0] != "tpu":
         raise NotImplementedError(f"the platform is {target()[0]}; a TPU is needed")
 
-    plan = Plan(float(scale), -g_min * (R - 1) / 2, heads, interpret)
-    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
-    B, T = beta_BTH.shape[:2]
+    plan = Plan(float(scale), float(g_min), heads, interpret)
+    B, T = q_BTHK.shape[:2]
+    logits_at = None if gate_2X is None else 3  # what changes no state: zeros, but logits of no decay
     if initial_state.ndim == 4:
         pad = lambda x, **how: jnp.pad(x, ((0, 0), (0, -T % C)) + ((0, 0),) * (x.ndim - 2), **how)
-        # zeros change no state, and the last document's state passes the padding
+        # the last document's state passes the padding
         docs = None if segment_ids is None else documents(pad(segment_ids, mode="edge"))
         slots_BN = jnp.zeros((B, -(-T // C)), jnp.int32)
-        o_BTHV, table = _kda(plan, tuple(map(pad, inputs)), initial_state[:, None], docs, slots_BN)
+        inputs = tuple(pad(x, constant_values=NO_DECAY if i == logits_at else 0.0) for i, x in enumerate(inputs))
+        o_BTHV, table = _kda(plan, inputs, gate_2X, initial_state[:, None], docs, slots_BN)
         return o_BTHV[:, :T], table[:, 0]
     place_BT, slots_BN = segment_layout(segment_ids, initial_state.shape[1], C)
-    inputs = tuple(spread(x, place_BT, slots_BN.shape[1] * C) for x in inputs)
-    o_BTHV, table = _kda(plan, inputs, initial_state, None, slots_BN)
+    move = lambda x, fill: spread(x, place_BT, slots_BN.shape[1] * C, fill)
+    inputs = tuple(move(x, NO_DECAY if i == logits_at else 0.0) for i, x in enumerate(inputs))
+    o_BTHV, table = _kda(plan, inputs, gate_2X, initial_state, None, slots_BN)
     return collect(o_BTHV, place_BT), table
 
 
@@ -98,9 +136,14 @@ class Plan(NamedTuple):
     """What the kernels depend on besides shapes and dtypes."""
 
     scale: float
-    shift: float  # nats from a tile's first row to the reference point of its decays
+    g_min: float
     heads: int  # of a program
     interpret: Any
+
+    @property
+    def shift(self) -> float:
+        """Nats from a tile's first row to the reference point of its decays."""
+        return -self.g_min * (R - 1) / 2
 
 
 def _heads_per_program(H: int, K: int, V: int) -> int:
@@ -136,15 +179,32 @@ def _edges(slots_ref, n, N):
     return first, last
 
 
-def _inputs(plan: Plan, docs_ref, q_ref, k_ref, v_ref, g_ref, beta_ref):
-    """q times scale, k, v [H, C, ..], beta [H, C, 1] and what follows from them, in float32."""
+class Raw(NamedTuple):
+    """What the gradients of raw projections need."""
+
+    norms: tuple  # 1 / |q|, 1 / |k|  [H, C, 1]
+    logits: jax.Array  # [C, H K], of the decays
+    gate: jax.Array  # [2, H K]: rate and offset of g = g_min sigmoid(rate logits + offset)
+    open: jax.Array  # g / g_min
+
+
+def _inputs(plan: Plan, docs_ref, gate_ref, q_ref, k_ref, v_ref, g_ref, beta_ref):
+    """q times scale, k, v [H, C, ..], beta [H, C, 1] and what follows from them, in float32. Last, `Raw` or None."""
     q, k, v = (split_heads(ref[0].astype(f32), plan.heads) for ref in (q_ref, k_ref, v_ref))
-    q, beta = q * plan.scale, split_heads(beta_ref[0, 0], plan.heads)
-    see = visibility(None if docs_ref is None else docs_ref[0, 0])
-    return q, k, v, beta, see, local(q, k, g_ref[0], beta, see, plan.shift, q_ref.dtype)
+    g, beta, raw = g_ref[0].astype(f32), split_heads(beta_ref[0, 0], plan.heads), None
+    if gate_ref is not None:
+        norms = [jax.lax.rsqrt(jnp.sum(x * x, axis=2, keepdims=True) + L2_EPS) for x in (q, k)]
+        q, k = q * norms[0], k * norms[1]
+        gate = gate_ref[...]
+        raw = Raw(norms, g, gate, 1 / (1 + jnp.exp(-(gate[:1] * g + gate[1:]))))
+        g = plan.g_min * raw.open
+    q, see = q * plan.scale, visibility(None if docs_ref is None else docs_ref[0, 0])
+    return q, k, v, beta, see, local(q, k, g, beta, see, plan.shift, q_ref.dtype), raw
 
 
-def _forward_kernel(plan: Plan, slots_ref, docs_ref, inputs, initial_ref, o_ref, final_ref, entries_ref, state_HVK):
+def _forward_kernel(
+    plan: Plan, slots_ref, docs_ref, gate_ref, inputs, initial_ref, o_ref, final_ref, entries_ref, state_HVK
+):
     n, N = pl.program_id(2), pl.num_programs(2)
     first, last = _edges(slots_ref, n, N)
 
@@ -152,7 +212,7 @@ def _forward_kernel(plan: Plan, slots_ref, docs_ref, inputs, initial_ref, o_ref,
     def _():
         state_HVK[...] = initial_ref[0, 0]
 
-    q, k, v, beta, _, x = _inputs(plan, docs_ref, *inputs)
+    q, k, v, beta, _, x, _ = _inputs(plan, docs_ref, gate_ref, *inputs)
     operand = inputs[0].dtype
     entry = state_HVK[...].astype(operand)
     if entries_ref is not None:
@@ -172,8 +232,9 @@ def _forward_kernel(plan: Plan, slots_ref, docs_ref, inputs, initial_ref, o_ref,
 
 
 def _backward_kernel(
-    plan: Plan, slots_ref, docs_ref, inputs, entries_ref, d_o_ref, d_final_ref, d_inputs, d_initial_ref, d_state_HVK
-):
+    plan: Plan, slots_ref, docs_ref, gate_ref, inputs, entries_ref, d_o_ref, d_final_ref,
+    d_inputs, d_gate_ref, d_initial_ref, d_state_HVK,
+):  # fmt: skip
     N = pl.num_programs(2)
     first, last = _edges(slots_ref, N - 1 - pl.program_id(2), N)
 
@@ -181,7 +242,7 @@ def _backward_kernel(
     def _():
         d_state_HVK[...] = d_final_ref[0, 0]
 
-    q, k, v, beta, see, x = _inputs(plan, docs_ref, *inputs)
+    q, k, v, beta, see, x, raw = _inputs(plan, docs_ref, gate_ref, *inputs)
     operand = inputs[0].dtype
     rounded = lambda *parts: jnp.concatenate(parts, axis=1).astype(operand)
     q_enter, k_enter, k_leave = q * x.enter, k * x.enter, k * x.leave
@@ -214,9 +275,22 @@ def _backward_kernel(
     d_g_CX = sum_gates(_gate_readers(see), handed) + join_heads(crossing)
 
     dq_ref, dk_ref, dv_ref, dg_ref, dbeta_ref = d_inputs
+    if raw is not None:
+        # x / |x| takes no part of the gradient that is along x
+        along = lambda unit, d: unit * jnp.sum(unit * d, axis=2, keepdims=True)
+        d_q, d_k = (n * (d - along(x, d)) for n, x, d in zip(raw.norms, (q / plan.scale, k), (d_q, d_k)))
+        d_open = d_g_CX * (plan.g_min * raw.open * (1 - raw.open))
+        d_g_CX = raw.gate[:1] * d_open
+        d_gate = [jnp.sum(y, axis=0, keepdims=True) for y in (raw.logits * d_open, d_open)]
+
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            d_gate_ref[0] = jnp.zeros_like(d_gate_ref[0])
+
+        d_gate_ref[0] += jnp.concatenate(d_gate)
     for ref, d in ((dq_ref, d_q), (dk_ref, d_k), (dv_ref, d_v)):
         ref[0] = join_heads(d).astype(ref.dtype)
-    dg_ref[0] = d_g_CX
+    dg_ref[0] = d_g_CX.astype(dg_ref.dtype)
     dbeta_ref[0, 0] = join_heads(d_beta)
 
     @pl.when(first)
@@ -242,7 +316,14 @@ def _specs(plan: Plan, K: int, V: int, chunk_of):
     docs = pl.BlockSpec((1, 1, 2, C), lambda b, h, n, _: (b, chunk_of(n), 0, 0))
     table = pl.BlockSpec((1, 1, H, V, K), lambda b, h, n, slots: (b, slots[b, chunk_of(n)], h, 0, 0))
     entries = pl.BlockSpec((1, 1, H, V, K), lambda b, h, n, _: (b, chunk_of(n), h, 0, 0))
-    return (rows(K), rows(K), rows(V), rows(K), beta), docs, table, entries
+    gate = pl.BlockSpec((2, H * K), lambda b, h, n, _: (0, h))
+    d_gate = pl.BlockSpec((1, 2, H * K), lambda b, h, n, _: (b, 0, h))
+    return (rows(K), rows(K), rows(V), rows(K), beta), docs, table, entries, gate, d_gate
+
+
+def _if(given, spec):
+    """The spec of an array that may be None."""
+    return None if given is None else spec
 
 
 def _call(plan: Plan, name: str, kernel, grid, in_specs, out_specs, out_shape, V: int, K: int):
@@ -285,19 +366,21 @@ def _visited(slots_BN, S: int):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kda(plan: Plan, inputs, table_BSHKV, docs_BN2C, slots_BN):
+def _kda(plan: Plan, inputs, gate_2X, table_BSHKV, docs_BN2C, slots_BN):
     """(o, final table) from (q, k, v, g, beta) and a table of states. T is a multiple of C.
+
+    With gate_2X, rate and offset of all channels, q and k are raw and logits stand for g: see `Raw`.
 
     Chunk n of row b finds its entry state in slot slots_BN[b, n] of the table and leaves its exit state there; slots do
     not decrease along a row. docs_BN2C marks documents that start inside a chunk.
     """
-    return _forward(plan, inputs, table_BSHKV, docs_BN2C, slots_BN, keep_entries=False)[0]
+    return _forward(plan, inputs, gate_2X, table_BSHKV, docs_BN2C, slots_BN, keep_entries=False)[0]
 
 
-def _forward(plan, inputs, table_BSHKV, docs_BN2C, slots_BN, keep_entries=True):
+def _forward(plan, inputs, gate_2X, table_BSHKV, docs_BN2C, slots_BN, keep_entries=True):
     (B, N), (S, H, K, V) = slots_BN.shape, table_BSHKV.shape[1:]
     flat = _flat(plan, inputs)
-    rows, docs, table, entries = _specs(plan, K, V, lambda n: n)
+    rows, docs, table, entries, gate, _ = _specs(plan, K, V, lambda n: n)
     table_BSHVK = table_BSHKV.swapaxes(-1, -2)
     out_shape = [
         jax.ShapeDtypeStruct(flat[2].shape, flat[2].dtype),
@@ -309,36 +392,41 @@ def _forward(plan, inputs, table_BSHKV, docs_BN2C, slots_BN, keep_entries=True):
         "kda_forward",
         _forward_kernel,
         (B, H // plan.heads, N),
-        [None if docs_BN2C is None else docs, rows, table],
+        [_if(docs_BN2C, docs), _if(gate_2X, gate), rows, table],
         [rows[2], table, entries if keep_entries else None],
         out_shape,
         V,
         K,
-    )(slots_BN, docs_BN2C, flat, table_BSHVK)
+    )(slots_BN, docs_BN2C, gate_2X, flat, table_BSHVK)
     final_BSHKV = jnp.where(_visited(slots_BN, S), final_BSHVK.swapaxes(-1, -2), table_BSHKV)
-    return (o.reshape(inputs[2].shape), final_BSHKV), (inputs, entries_BNHVK, docs_BN2C, slots_BN)
+    return (o.reshape(inputs[2].shape), final_BSHKV), (inputs, gate_2X, entries_BNHVK, docs_BN2C, slots_BN)
 
 
 def _backward(plan, saved, cotangents):
-    inputs, entries_BNHVK, docs_BN2C, slots_BN = saved
+    inputs, gate_2X, entries_BNHVK, docs_BN2C, slots_BN = saved
     d_o_BTHV, d_final_BSHKV = cotangents
     (B, N), (S, H, K, V) = slots_BN.shape, d_final_BSHKV.shape[1:]
     flat = _flat(plan, inputs)
-    rows, docs, table, entries = _specs(plan, K, V, lambda n: N - 1 - n)
+    rows, docs, table, entries, gate, d_gate = _specs(plan, K, V, lambda n: N - 1 - n)
     d_final_BSHVK = d_final_BSHKV.swapaxes(-1, -2)
-    *d_flat, d_initial_BSHVK = _call(
+    d_flat, d_gate_B2X, d_initial_BSHVK = _call(
         plan,
         "kda_backward",
         _backward_kernel,
         (B, H // plan.heads, N),
-        [None if docs_BN2C is None else docs, rows, entries, rows[2], table],
-        [rows, table],
-        [tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat), jax.ShapeDtypeStruct(d_final_BSHVK.shape, f32)],
+        [_if(docs_BN2C, docs), _if(gate_2X, gate), rows, entries, rows[2], table],
+        [rows, _if(gate_2X, d_gate), table],
+        [
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat),
+            _if(gate_2X, jax.ShapeDtypeStruct((B, 2, H * K), f32)),
+            jax.ShapeDtypeStruct(d_final_BSHVK.shape, f32),
+        ],
         V,
         K,
-    )(slots_BN, docs_BN2C, flat, entries_BNHVK, d_o_BTHV.reshape(B, N * C, -1), d_final_BSHVK)
+    )(slots_BN, docs_BN2C, gate_2X, flat, entries_BNHVK, d_o_BTHV.reshape(B, N * C, -1), d_final_BSHVK)
     d_initial_BSHKV = jnp.where(_visited(slots_BN, S), d_initial_BSHVK.swapaxes(-1, -2), d_final_BSHKV)
-    return _shaped(plan, d_flat[0], H), d_initial_BSHKV, None, None
+    d_gate_2X = None if d_gate_B2X is None else d_gate_B2X.sum(0)
+    return _shaped(plan, d_flat, H), d_gate_2X, d_initial_BSHKV, None, None
 
 
 _kda.defvjp(_forward, _backward)

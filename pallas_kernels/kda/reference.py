@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+L2_EPS = 1e-6  # added to the sum of squares of q and of k where they are normalised, as fla does
+
 State = Float[Array, "B H K V"] | Float[Array, "B S H K V"]
 
 

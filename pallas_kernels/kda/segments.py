@@ -29,9 +29,9 @@ def segment_layout(ids_BT: Int[Array, "B T"], S: int, C: int) -> tuple[Int[Array
     return place_BT, jnp.minimum(slot_BN, S - 1)
 
 
-def spread(x_BT: Array, place_BT: Int[Array, "B T"], length: int) -> Array:
-    """Moves every token to its place in rows of the given length. A place without a token holds zeros."""
-    one_row = lambda x, place: jnp.zeros((length, *x.shape[1:]), x.dtype).at[place].set(x, mode="drop")
+def spread(x_BT: Array, place_BT: Int[Array, "B T"], length: int, fill: float = 0.0) -> Array:
+    """Moves every token to its place in rows of the given length. A place without a token holds `fill`."""
+    one_row = lambda x, place: jnp.full((length, *x.shape[1:]), fill, x.dtype).at[place].set(x, mode="drop")
     return jax.vmap(one_row)(x_BT, place_BT)
 
 

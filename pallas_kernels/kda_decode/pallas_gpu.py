@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import is_hopper
-from pallas_kernels.kda_decode.reference import L2_EPS
+from pallas_kernels.kda.reference import L2_EPS
 
 D = 128  # threads of a warpgroup, and channels of a head
 CHANNELS = plgpu.Layout.WG_STRIDED((D,), vec_size=1)

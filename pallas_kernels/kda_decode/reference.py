@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.reference import kda_reference
-
-L2_EPS = 1e-6  # added to the sum of squares
+from pallas_kernels.kda.reference import L2_EPS, kda_reference
 
 
 def kda_decode_reference(

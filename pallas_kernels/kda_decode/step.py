@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda_decode.reference import L2_EPS
+from pallas_kernels.kda.reference import L2_EPS
 
 
 def prepare(window, conv, z, a_log, g_min):

@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from safetensors.numpy import load_file
 
-from pallas_kernels.kda import kda, tpu_chunk
-from pallas_kernels.kda.pallas_tpu import kda_pallas_tpu
+from pallas_kernels.kda import kda, kda_gated, tpu_chunk
+from pallas_kernels.kda.pallas_tpu import kda_gated_pallas_tpu, kda_pallas_tpu
 from pallas_kernels.kda.reference import kda_reference
 from tests.pallas_kernels.test_kda import (
     NAMES,
@@ -220,6 +220,47 @@ def test_no_bit_of_the_future_or_of_another_document():
             if "state" not in name:
                 assert_same_bits(x[:, ~member], y[:, ~member])
                 assert (x[:, member] != y[:, member]).any()
+
+
+GATED = ("q", "k", "v", "decay_logits", "beta_logits", "a_log", "dt_bias", "initial_state")
+
+
+@functools.partial(fast_jit, static_argnums=0)
+def evaluate_gated(implementation, inputs, state, ids):
+    """Values of `kda_gated` and the gradients of everything it takes, for fixed random cotangents."""
+    if implementation == "interpreted":
+
+        def call(*x, initial_state):
+            beta, more = jax.nn.sigmoid(x[4].astype(jnp.float32)), {"segment_ids": ids, "initial_state": initial_state}
+            return kda_gated_pallas_tpu(*x[:4], beta, *x[5:], g_min=-5.0, scale=K**-0.5, **more, interpret=True)
+
+    else:
+        call = functools.partial(kda_gated, segment_ids=ids, implementation=implementation)
+    values, vjp = jax.vjp(lambda *x: call(*x[:7], initial_state=x[7]), *inputs, state)
+    draw = lambda i, x: jax.random.normal(jax.random.key(i), x.shape, jnp.float32).astype(x.dtype)
+    return (*values, *vjp(tuple(draw(i, x) for i, x in enumerate(values))))
+
+
+@pytest.mark.parametrize(
+    "dtype, logits, per_segment",
+    [("float32", "float32", True), ("bfloat16", "bfloat16", False), slow("bfloat16", "float32", False)],
+)
+def test_gated_is_the_recurrence(dtype, logits, per_segment):
+    """Raw projections, gates over the whole of (-5, 0), and the gradients of all parameters."""
+    rng = np.random.default_rng(4)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    q, k, v = (normal(1, T, H, width).astype(dtype) for width in (K, K, V))
+    z, beta = (3 * normal(1, T, H, K)).astype(logits), normal(1, T, H).astype(dtype)
+    inputs = [q, k, v, z, beta, 0.3 * normal(H), normal(H, K)]
+    state = normal(1, 9, H, K, V) if per_segment else normal(1, H, K, V)
+    ids = PACKED_IDS.at[:, 0].set(-1).at[:, -1].set(9) if per_segment else PACKED_IDS
+    got = evaluate_gated("interpreted", inputs, state, ids)
+    assert [x.dtype for x in got[2:]] == [x.dtype for x in (*inputs, state)]
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in (*inputs, state)]
+        want = evaluate_gated("reference", wide[:7], wide[7], jnp.asarray(np.asarray(ids)))
+    names = (*NAMES[:2], *GATED)
+    assert_all_close(got, want, 5e-6 if dtype == "float32" else 1e-2, names)
 
 
 @pytest.mark.slow
