@@ -1,7 +1,8 @@
 """KDA forward and backward against the floors and against flash-linear-attention: python -m benchmarks.kda --help
 
 Both sides get the same work: normalised q and k, log decays in float32, beta after its sigmoid, bfloat16 q, k, v, heads
-of 128 x 128, no initial state, final state returned. With --gated ours starts from raw projections (`kda_gated`).
+of 128 x 128, no initial state, final state returned. With --raw ours starts from raw projections and ends at their
+gradients, once with norms and gate inside the kernels (`kda_gated`) and once with XLA's around them.
 fla (Triton) runs in a process of its own, if torch and fla are there. It tunes itself for minutes: one process per kind
 of shape compiles its kernels first, all at once, and what they chose is forgotten, so that it chooses again on an idle
 card. Tensors are far larger than the L2 cache, so it is not flushed.
@@ -68,12 +69,15 @@ def work(B: int, T: int, H: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def times_jax(shape: Shape, implementation: str | None, gated: bool, repeats: int) -> dict[str, float]:
-    """Milliseconds of the forward pass and of forward and backward, seconds of the first call of both, GiB."""
+def times_jax(shape: Shape, implementation: str | None, form: str, repeats: int) -> dict[str, float]:
+    """Milliseconds of the forward pass and of forward and backward, seconds of the first call of both, GiB.
+
+    form: "" from unit vectors and decays; "raw" from projections; "around" from projections, normed and gated by XLA.
+    """
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.kda import kda, kda_gated
+    from pallas_kernels.kda import kda, kda_gated, log_decay, unit
 
     B, T, H, lengths = shape
     keys = jax.random.split(jax.random.key(0), 6)
@@ -83,22 +87,24 @@ def times_jax(shape: Shape, implementation: str | None, gated: bool, repeats: in
     def normal(key):
         return jnp.tile(jax.random.normal(key, (B, drawn, H, D), jnp.bfloat16), (1, T // drawn, 1, 1))
 
-    @jax.jit
-    def unit(key):
-        x = normal(key)
-        norm = jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True))
-        return (x / norm).astype(jnp.bfloat16)
-
     ids = jnp.broadcast_to(jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths)), (B, T)) if lengths else None
     beta = jax.random.normal(keys[5], (B, T, H), jnp.bfloat16)
-    q, k, v, d_o = unit(keys[0]), unit(keys[1]), normal(keys[2]), normal(keys[3])
-    if gated:
-        rest = (normal(keys[4]), beta, jnp.full((H,), 0.7), jnp.full((H, D), -2.0))
-        op = lambda *x: kda_gated(*x, segment_ids=ids, implementation=implementation)
+    q, k, v, d_o, z = (normal(key) for key in keys[:5])
+    settings = {"segment_ids": ids, "implementation": implementation}
+    # as the layer has them: bfloat16 but for the decay logits
+    rest = (z.astype(jnp.float32), beta, jnp.full((H,), 0.7), jnp.full((H, D), -2.0))
+    if form == "raw":
+        op = lambda *x: kda_gated(*x, **settings)
+    elif form == "around":
+
+        def op(q, k, v, z, beta, *gate):
+            ready = log_decay(z, *gate, -5.0), jax.nn.sigmoid(beta.astype(jnp.float32))
+            return kda(unit(q), unit(k), v, *ready, **settings)
+
     else:
-        decay = jax.jit(lambda key: -5 * jax.nn.sigmoid(2 * normal(key).astype(jnp.float32) - 4))
-        rest = (decay(keys[4]), jax.nn.sigmoid(beta.astype(jnp.float32)))
-        op = lambda *x: kda(*x, segment_ids=ids, implementation=implementation)
+        q, k, g = jax.jit(lambda q, k, z, _, *gate: (unit(q), unit(k), log_decay(z, *gate, -5.0)))(q, k, *rest)
+        rest = (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
+        op = lambda *x: kda(*x, **settings)
 
     def both(d_o, *x):
         (o, state), vjp = jax.vjp(op, *x)
@@ -201,11 +207,11 @@ def show(name: str, shape: Shape, times: dict[str, float]) -> None:
         ms = times[what]
         floor = max(flops / FLOPS, moved / BYTES) * 1e3
         print(
-            f"  {name:12s} {what:17s} {ms:8.3f} ms  {flops / ms / 1e9:6.1f} TFLOP/s  {moved / ms / 1e6:7.1f} GB/s  "
+            f"  {name:17s} {what:17s} {ms:8.3f} ms  {flops / ms / 1e9:6.1f} TFLOP/s  {moved / ms / 1e6:7.1f} GB/s  "
             f"floor {floor:.3f} ms ({floor / ms:4.0%})",
             flush=True,
         )
-    print(f"  {name:12s} first call {times['first call']:.1f} s, memory {times['GiB']:.2f} GiB", flush=True)
+    print(f"  {name:17s} first call {times['first call']:.1f} s, memory {times['GiB']:.2f} GiB", flush=True)
 
 
 def main() -> None:
@@ -214,7 +220,7 @@ def main() -> None:
     )
     parser.add_argument("--shapes", default=SHAPES, help="B,T,H;... where packed,H is six documents in 8192 tokens")
     parser.add_argument("--implementation", action="append", help="repeatable; default: pallas_gpu")
-    parser.add_argument("--gated", action="store_true", help="ours from raw projections")
+    parser.add_argument("--raw", action="store_true", help="ours from raw projections, in and around the kernels")
     parser.add_argument(
         "--rival", nargs="?", const=RIVAL, default="", help="shapes to run fla on as well; it tunes for minutes"
     )
@@ -238,11 +244,13 @@ def main() -> None:
         print(shape.title, flush=True)
         for name in args.implementation or ["pallas_gpu"]:
             repeats = 1 if shape.B * shape.T > 1 << 19 else args.repeats
-            try:
-                ours[shape] = times_jax(shape, name, args.gated, repeats)
-                show(name, shape, ours[shape])
-            except Exception as error:  # out of memory: the other shapes go on
-                print(f"  {name:12s} failed: {str(error).splitlines()[0][:200]}", flush=True)
+            for form in ("raw", "around") if args.raw else ("",):
+                label = f"{name} {form}".rstrip()
+                try:
+                    ours[shape] = times_jax(shape, name, form, repeats)
+                    show(label, shape, ours[shape])
+                except Exception as error:  # out of memory: the other shapes go on
+                    print(f"  {label} failed: {str(error).splitlines()[0][:200]}", flush=True)
     for shape, times in rival.times() if rival else ():
         print(shape.title, flush=True)
         show("fla", shape, times)
