@@ -272,12 +272,54 @@ def test_gradients_of_two_long_documents():
 
 
 def test_a_slice_of_a_poisoned_buffer():
-    """fla#1142: rows past T = 65 are somebody else's; nothing of them is read."""
-    inputs, state = make(128, dtype=np.float32)
-    poisoned = [x.at[:, 65:].set(jnp.nan) for x in inputs]
-    call = fast_jit(lambda inputs: kda(*(x[:, :65] for x in inputs), initial_state=state))
-    for clean, dirty in zip(call(inputs), call(poisoned)):
+    """fla#1142, cudnn-frontend#1056: rows past T = 65, and channels beside ours, are somebody else's; none is read."""
+    inputs, state = make(65, dtype=np.float32)
+
+    def around(x):
+        more = ((0, 0), (0, 63), (0, 0), (0, x.shape[-1]))[: x.ndim]
+        return jnp.pad(x, more, constant_values=jnp.nan)
+
+    def cut(inputs):
+        inputs = [y[tuple(map(slice, x.shape))] for x, y in zip(shapes, inputs)]
+        (o, final), vjp = jax.vjp(lambda *x: kda(*x, initial_state=state), *inputs)
+        return o, final, *vjp((o, final))
+
+    shapes = inputs
+    for clean, dirty in zip(fast_jit(cut)(inputs), fast_jit(cut)([around(x) for x in inputs])):
         assert_same_bits(clean, dirty)
+
+
+def test_more_documents_than_a_grid_axis_counts():
+    """fla#1077, unsloth-zoo#1092: 2050 documents of 16 tokens x 32 heads are 65600 programs; each document is alone."""
+    T, H = 16, 32
+    inputs, _ = make(T, 2050, H, 2, 2, dtype=np.float32)
+    want, _ = fast_jit(functools.partial(kda, implementation="reference"))(*inputs)
+    ids = jnp.arange(2050 * T)[None] // T
+    packed = [x.reshape(1, -1, *x.shape[2:]) for x in inputs]
+    o, _ = fast_jit(functools.partial(kda, segment_ids=ids, implementation="xla"))(*packed)
+    np.testing.assert_allclose(o.reshape(want.shape), want, atol=1e-5)
+
+
+def nearly_known(dtype, T=1, H=1, K=2, V=2):
+    """A token that the state knows to 1 in 2000, and to a bit; the state before and after. The rest is zero."""
+    token = {"q": [0, 1], "k": [1, 1], "v": [4096, 65536]}
+    q, k, v = (np.zeros((1, T, H, width)) for width in (K, K, V))
+    for name, x in zip("qkv", (q, k, v)):
+        x[0, 0, :, :2] = token[name]
+    beta, before, after = np.zeros((1, T, H)), np.zeros((1, H, K, V)), np.zeros((1, H, K, V))
+    beta[0, 0] = 0.5
+    before[0, :, :2, :2] = [[4096, 65536], [2, 0]]  # k reads 4098 and 65536
+    after[0, :, :2, :2] = [[4095, 65536], [1, 0]]
+    to = lambda dtype, *xs: [jnp.asarray(x, dtype) for x in xs]
+    return [*to(dtype, q, k, v), *to(jnp.float32, np.zeros(q.shape), beta)], *to(jnp.float32, before, after)
+
+
+def test_a_nearly_known_token_in_bfloat16():
+    """attention-gym#465, #464: v - S^T k is 4096 - 4098, nothing if S^T k is rounded first; 65536 is no float16."""
+    inputs, before, after = nearly_known(jnp.bfloat16)
+    o, state = forward(IMPLEMENTATIONS["chunk64"], inputs, before)
+    assert_same_bits(state, after)
+    np.testing.assert_allclose(o[0, 0, 0].astype(jnp.float32), np.array([1, 0]) * 2**-0.5, rtol=2**-8)
 
 
 # ---- bit for bit

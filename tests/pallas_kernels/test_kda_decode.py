@@ -75,6 +75,24 @@ def test_bfloat16_inputs_are_rounded_once(op):
     assert relative_error(state, want[2]) < 1e-6
 
 
+def test_two_thousand_steps_do_not_drift():
+    """sglang#38975, ollama#15865: neither beta nor the state is rounded, however long the answer."""
+    steps, (arrays, keywords) = 2000, make(1, 1, 8, dtype=jnp.bfloat16)
+    rng = np.random.default_rng(0)
+    draws = [jnp.asarray(rng.normal(size=(steps, *x.shape)), x.dtype) for x in arrays[:4]]
+
+    def long(op, arrays, keywords, draws):
+        step = lambda carry, x: (op(*x, *carry, **keywords)[1:], None)
+        return jax.lax.scan(step, (arrays[4], arrays[5]), draws)[0][1]
+
+    got = jax.jit(lambda draws: long(kda_decode_xla, arrays, keywords, draws))(draws)
+    with jax.enable_x64(True):
+        wide = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) if isinstance(x, jax.Array) else x
+        exact_args = jax.tree.map(wide, (arrays, keywords, draws))
+        want = jax.jit(lambda draws: long(kda_decode_reference, *exact_args[:2], draws))(exact_args[2])
+    assert relative_error(got, want) < 2e-6
+
+
 @pytest.mark.parametrize("op", [kda_decode_xla, interpreted], ids=["xla", "pallas_tpu"])
 def test_idle_sequences_keep_every_bit(op):
     arrays, keywords = make(3, 2, 64)

@@ -12,6 +12,7 @@ from pallas_kernels.kda.gated import log_decay
 from pallas_kernels.kda.gpu_tiles import C, documents
 from pallas_kernels.kda.pallas_gpu import kda_pallas_gpu
 from pallas_kernels.kda.reference import kda_reference
+from tests.pallas_kernels.test_kda import nearly_known
 
 D = 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
@@ -91,7 +92,10 @@ def assert_parity(inputs, segment_ids=None, loose=()):
 @on_hopper
 @pytest.mark.parametrize("gate", ["typical", "uniform", "bound", "none", "repeated", "slow", "correlated"])
 def test_parity(gate):
-    """Among others FlashKDA#10, FlashKDA#34, cudnn-frontend#1051, tt-metal#54813 and transformers#48455."""
+    """Among others FlashKDA#10, FlashKDA#34, cudnn-frontend#1051, tt-metal#54813 and transformers#48455.
+
+    fla#807 and fla#984 (illegal and wrong backward passes on Hopper) are why every gradient is compared on the card.
+    """
     loose = {"repeated": ("o", "dv", "dbeta"), "correlated": ("dv", "dbeta")}
     assert_parity(make(2, 256, 3, gate), loose=loose.get(gate, ()))
 
@@ -161,6 +165,55 @@ def test_states_of_segments(gated):
 @on_hopper
 def test_heads_of_64():
     assert_parity(make(1, 130, 2, "uniform", K=64))
+
+
+@on_hopper
+def test_poisoned_neighbours():
+    """fla#1142, cudnn-frontend#1056: rows and channels beside ours are somebody else's; nothing of them is read."""
+    *inputs, state = make(1, 65, 2, "typical")
+    poisoned = [jnp.pad(x, ((0, 0), (0, 65)) + ((0, 0),) * (x.ndim - 2), constant_values=jnp.nan) for x in inputs]
+    poisoned = [jnp.concatenate([x, jnp.full_like(x, jnp.nan)], axis=-1) for x in poisoned]
+
+    @jax.jit
+    def cut(buffers):
+        ours = [y[tuple(map(slice, x.shape))] for x, y in zip(inputs, buffers)]
+        return jax.vjp(lambda *x: kda_pallas_gpu(*x, scale=1.0, initial_state=state, segment_ids=None), *ours)
+
+    for buffers in (inputs, poisoned):
+        values, vjp = cut(buffers)
+        results = [np.asarray(x, np.float32) for x in (*values, *vjp(values))]
+        clean = results if buffers is inputs else clean
+        for x, y in zip(results, clean):
+            np.testing.assert_array_equal(x, y)
+
+
+@on_hopper
+def test_a_nearly_known_token():
+    """attention-gym#465, #464: v - S^T k is 4096 - 4098, nothing if S^T k is rounded first; 65536 is no float16."""
+    inputs, before, after = nearly_known(jnp.bfloat16, 1, 1, D, D)
+    o, state = kda_pallas_gpu(*inputs, scale=1.0, initial_state=before, segment_ids=None)
+    np.testing.assert_array_equal(state, after)
+    np.testing.assert_array_equal(o[0, 0, 0, :2].astype(jnp.float32), [1, 0])
+
+
+@pytest.mark.parametrize("T, H", [(1 << 22, 1), (1 << 20, 32), (8192, 96)])
+def test_spans_have_as_many_chunks_as_a_grid_can_count(monkeypatch, T, H):
+    """fla#1174, fla#1239: 65535 on the second axis of a CUDA grid; and the workspace stays bounded."""
+    plans = []
+
+    def instead(plan, q, k, v, decay, beta, initial, docs, marks):
+        plans.append(plan)
+        return v, initial
+
+    monkeypatch.setattr(pallas_gpu, "_kda", instead)
+    monkeypatch.setattr(pallas_gpu, "is_hopper", lambda: True)
+    q, g, beta = ((jnp.bfloat16, D), (jnp.float32, D), (jnp.float32,))
+    arrays = [jax.ShapeDtypeStruct((1, T, H, *x[1:]), x[0]) for x in (q, q, q, g, beta)]
+    state = jnp.zeros((1, H, D, D))
+    jax.eval_shape(lambda *x: kda_pallas_gpu(*x, scale=1.0, initial_state=state, segment_ids=None), *arrays)
+    (plan,) = plans
+    assert plan.chunks <= 65535 and plan.chunks * C * H <= 1 << 22
+    assert plan.spans * plan.chunks * C >= T and (plan.spans - 1) * plan.chunks * C < T
 
 
 @on_hopper

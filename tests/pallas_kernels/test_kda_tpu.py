@@ -27,6 +27,7 @@ from tests.pallas_kernels.test_kda import (
     fast_jit,
     forward,
     make,
+    nearly_known,
 )
 from tests.pallas_kernels.test_kda_golden import GOLDEN
 from trillium_moe.parallel import chips
@@ -191,12 +192,26 @@ def test_parts_hold_every_bit():
 
 
 def test_poisoned_neighbours():
-    """fla#1142: rows past the length are somebody else's; nothing of them is read."""
-    inputs, state = inputs_of("uniform", jnp.bfloat16)
-    poisoned = [x.at[:, 65:].set(jnp.nan) for x in inputs]
-    cut = lambda inputs: forward(op, [x[:, :65] for x in inputs], state)
+    """fla#1142, cudnn-frontend#1056: rows and channels beside ours are somebody else's; nothing of them is read."""
+    inputs, state = inputs_of("uniform", jnp.bfloat16, T=65)
+    poisoned = [jnp.pad(x, ((0, 0), (0, 65)) + ((0, 0),) * (x.ndim - 2), constant_values=jnp.nan) for x in inputs]
+    poisoned = [jnp.concatenate([x, jnp.full_like(x, jnp.nan)], axis=-1) for x in poisoned]
+
+    @fast_jit
+    def cut(buffers):
+        ours = [y[tuple(map(slice, x.shape))] for x, y in zip(inputs, buffers)]
+        return op(*ours, scale=K**-0.5, initial_state=state, segment_ids=None)
+
     for clean, dirty in zip(cut(inputs), cut(poisoned)):
         assert_same_bits(clean, dirty)
+
+
+def test_a_nearly_known_token_in_bfloat16():
+    """attention-gym#465, #464: see test_kda."""
+    inputs, before, after = nearly_known(jnp.bfloat16, T, H, K, V)
+    o, state = evaluate(op, inputs, before, WHOLE)[:2]
+    assert_same_bits(state, after)
+    np.testing.assert_allclose(o[0, 0, 0, :2].astype(jnp.float32), np.array([1, 0]) * K**-0.5, rtol=2**-8)
 
 
 def test_no_bit_of_the_future_or_of_another_document():
@@ -321,44 +336,48 @@ def absent_mesh(topology, axes=("model",), devices=1):
     return Mesh(np.array(found[:devices]), axes, axis_types=(AxisType.Explicit,))
 
 
-def lower_both(mesh, B, T, H, K, V, dtype, packed, specs=(jax.P(), jax.P())):
+def lower_both(mesh, B, T, H, K, V, dtype, packed, specs=(jax.P(),) * 3, gated=False):
     """Forward and backward pass, lowered for a mesh whose shards run the op."""
-    tokens, rows = specs
+    tokens, rows, parameters = specs
     shape = lambda dtype, spec, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
     q, v = (shape(dtype, tokens, B, T, H, width) for width in (K, V))
     g, beta = shape(jnp.float32, tokens, B, T, H, K), shape(jnp.float32, tokens, B, T, H)
     state, ids = shape(jnp.float32, rows, B, H, K, V), shape(jnp.int32, jax.P(), B, T)
+    more = (shape(jnp.float32, parameters, H), shape(jnp.float32, parameters, H, K)) if gated else ()
 
-    def both(d_o, d_state, ids, *x):
-        call = functools.partial(kda, segment_ids=ids if packed else None, implementation="pallas_tpu")
-        values, vjp = jax.vjp(lambda *x: call(*x[:5], initial_state=x[5]), *x)
+    def both(d_o, d_state, ids, state, *x):
+        op = kda_gated if gated else kda
+        call = functools.partial(op, segment_ids=ids if packed else None, implementation="pallas_tpu")
+        values, vjp = jax.vjp(lambda state, *x: call(*x, initial_state=state), state, *x)
         return values, vjp((d_o, d_state))
 
-    inputs = (tokens,) * 5 + (rows,)
+    inputs = (rows,) + (tokens,) * 5 + (parameters,) * len(more)
     shard = jax.shard_map(
         both, mesh=mesh, in_specs=(tokens, rows, jax.P(), *inputs), out_specs=((tokens, rows), inputs), check_vma=False
     )
     with jax.set_mesh(mesh):
-        return jax.jit(shard).lower(v, state, ids, q, q, v, g, beta, state)
+        return jax.jit(shard).lower(v, state, ids, state, q, q, v, g, beta, *more)
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("H, packed", [(32, False), (96, True)])
-def test_compiles(topology, H, packed):
-    compiled = lower_both(absent_mesh(topology), 1, 8192, H, 128, 128, jnp.bfloat16, packed).compile()
+def test_compiles(topology, H, packed, gated):
+    """Decays, or decay logits, in float32."""
+    compiled = lower_both(absent_mesh(topology), 1, 8192, H, 128, 128, jnp.bfloat16, packed, gated=gated).compile()
     assert compiled.as_text().count("tpu_custom_call") >= 2
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("H, K, V", [(3, 64, 64), (4, 64, 128), (4, 128, 64)])
 def test_compiles_other_heads(H, K, V):
-    lower_both(absent_mesh("v5e:2x2"), 2, 100, H, K, V, jnp.float32, True).compile()
+    lower_both(absent_mesh("v5e:2x2"), 2, 100, H, K, V, jnp.float32, True, gated=True).compile()
 
 
 @pytest.mark.aot
 def test_compiles_in_shards_of_a_million_tokens():
     """32 heads over four chips: 2^32 elements in every operand of the whole."""
     mesh = absent_mesh("v5p:2x2x1", devices=4)
-    specs = jax.P(None, None, "model"), jax.P(None, "model")
-    lower_both(mesh, 1, 1 << 20, 32, 128, 128, jnp.bfloat16, False, specs).compile()
+    specs = jax.P(None, None, "model"), jax.P(None, "model"), jax.P("model")
+    lower_both(mesh, 1, 1 << 20, 32, 128, 128, jnp.bfloat16, False, specs, gated=True).compile()
