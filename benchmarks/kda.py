@@ -5,7 +5,8 @@ of 128 x 128, no initial state, final state returned. With --raw ours starts fro
 gradients, once with norms and gate inside the kernels (`kda_gated`) and once with XLA's around them.
 fla (Triton) runs in a process of its own, if torch and fla are there. It tunes itself for minutes: one process per kind
 of shape compiles its kernels first, all at once, and what they chose is forgotten, so that it chooses again on an idle
-card. Tensors are far larger than the L2 cache, so it is not flushed.
+card. Tensors are far larger than the L2 cache, so it is not flushed. --tune times the sizes that the implementations
+of this platform can be cut into and prints lines for the tables of pallas_kernels/kda/config.py.
 """
 
 import argparse
@@ -202,6 +203,62 @@ class Rival:
             print(f"fla failed: {line.strip()}", flush=True)
 
 
+def tune(shape: Shape, repeats: int) -> None:
+    """Prints the sizes whose forward and backward pass is fastest here, for heads of several widths."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.dispatch import PREFERENCE, target
+    from pallas_kernels.kda.config import ChunkConfig, GPUConfig, TPUConfig
+    from pallas_kernels.kda.pallas_gpu import kda_pallas_gpu
+    from pallas_kernels.kda.pallas_tpu import kda_pallas_tpu
+    from pallas_kernels.kda.xla import kda_xla
+
+    candidates = {
+        "xla": (kda_xla, "_XLA", [ChunkConfig(chunk, 16) for chunk in (16, 32, 64, 128)]),
+        "pallas_gpu": (kda_pallas_gpu, "_GPU", [GPUConfig(1 << n) for n in range(18, 24)]),
+        "pallas_tpu": (kda_pallas_tpu, "_TPU", [TPUConfig(heads) for heads in (2, 4, 8, 16)]),
+    }
+    platform, kind = target()
+    dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16  # a CPU multiplies bfloat16 one by one
+    for name in PREFERENCE[platform]:
+        op, table, sizes = candidates[name]
+        for width in (32, 64, 128):
+            keys = jax.random.split(jax.random.key(0), 5)
+            draw = lambda key, *more: jax.random.normal(key, (shape.B, shape.T, shape.H, *more))  # noqa: B023
+            q, k, v = (draw(key, width).astype(dtype) * width**-0.5 for key in keys[:3])
+            g, beta = -5 * jax.nn.sigmoid(2 * draw(keys[3], width) - 4), jax.nn.sigmoid(draw(keys[4]))
+            state = jnp.zeros((shape.B, shape.H, width, width))
+            times = {}
+            for size in sizes:
+                call = functools.partial(op, scale=1.0, initial_state=state, segment_ids=None, config=size)
+
+                @jax.jit
+                def both(*x, call=call):
+                    values, vjp = jax.vjp(call, *x)
+                    return vjp(values)
+
+                try:
+                    jax.block_until_ready(both(q, k, v, g, beta))
+                except NotImplementedError as refusal:
+                    print(f"# {name} {width}: {refusal}")
+                    break
+                except jax.errors.JaxRuntimeError as error:  # out of memory, on the card or in VMEM
+                    print(f"# {name} {width} {size}: {str(error).splitlines()[0][:120]}")
+                    continue
+                samples = []
+                for _ in range(repeats):
+                    start = time.perf_counter()
+                    jax.block_until_ready(both(q, k, v, g, beta))
+                    samples.append(time.perf_counter() - start)
+                times[size] = statistics.median(samples) * 1e3
+            if times:
+                print(f"# {', '.join(f'{size} {ms:.2f} ms' for size, ms in times.items())}")
+                print(f'{table}: ("{kind}", {width}, {width}): {min(times, key=times.get)},', flush=True)
+
+
 def show(name: str, shape: Shape, times: dict[str, float]) -> None:
     for what, (flops, moved) in work(*shape[:3]).items():
         ms = times[what]
@@ -226,6 +283,7 @@ def main() -> None:
     )
     parser.add_argument("--rival-cache", default="/tmp/fla-kernels", help="where fla's kernels are compiled to")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--tune", metavar="B,T,H", help="print lines for the tables of sizes, tuned at this shape")
     parser.add_argument("--fla-only", help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = lambda text: [Shape.parse(shape) for shape in text.split(";") if shape]
@@ -233,6 +291,8 @@ def main() -> None:
         for shape in shapes(args.fla_only):
             print(json.dumps(times_fla(shape)), flush=True)
         return
+    if args.tune:
+        return tune(Shape.parse(args.tune), args.repeats)
     rival = None
     if args.rival and all(importlib.util.find_spec(name) for name in ("torch", "fla")):
         rival = Rival(shapes(args.rival), args.rival_cache)

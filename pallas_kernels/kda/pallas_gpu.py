@@ -7,10 +7,10 @@
 
 The mathematics is that of `xla.py`; `gpu_tiles.py` and `gpu_backward.py` say what differs.
 
-What the kernels hand to one another takes about 2.4 KB a token and head. Calls of more than WORKSPACE tokens and heads
-go through the sequence in spans, and keep for the backward pass only the state at the entry of each: a span's operands
-and states are formed again there. So a million tokens need hardly more memory than their inputs, outputs and gradients.
-Packed rows with a state of their own per segment go through in one piece.
+What the kernels hand to one another takes about 2.4 KB a token and head. Calls of more tokens and heads than the
+workspace of `GPUConfig` go through the sequence in spans, and keep for the backward pass only the state at the entry of
+each: a span's operands and states are formed again there. So a million tokens need hardly more memory than their
+inputs, outputs and gradients. Packed rows with a state of their own per segment go through in one piece.
 """
 
 import functools
@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import is_hopper
+from pallas_kernels.dispatch import is_hopper, target
+from pallas_kernels.kda.config import GPUConfig, gpu_config
 from pallas_kernels.kda.gpu_backward import adjoint_shapes, chunk_adjoint
 from pallas_kernels.kda.gpu_chunk import chunk_operands
 from pallas_kernels.kda.gpu_state import segment_marks, state_adjoint, state_pass
@@ -29,7 +30,6 @@ from pallas_kernels.kda.gpu_tiles import G_MIN, LOG2E, C, D, Decay, documents
 from pallas_kernels.kda.reference import State
 from pallas_kernels.kda.segments import collect, segment_layout, spread
 
-WORKSPACE = 1 << 22  # tokens x heads
 _MOST_CHUNKS = 65535  # of the second axis of a CUDA grid
 
 # The gradient of beta divides by beta twice. Zero is replaced by what changes no result.
@@ -56,15 +56,16 @@ def kda_pallas_gpu(
     initial_state: State,
     segment_ids: Int[Array, "B T"] | None,
     g_min: float | None = -5.0,
+    config: GPUConfig | None = None,
 ) -> tuple[Float[Array, "B T H V"], State]:
-    """`api.kda` with T > 0, defaults resolved and g, beta, initial_state in float32.
+    """`api.kda` with T > 0, defaults resolved and g, beta, initial_state in float32. config=None: the tuned sizes.
 
     Raises:
       NotImplementedError: anything but bfloat16 heads of 64 or 128 with gates in [-5, 0] on Hopper.
     """
     _refuse(q_BTHK, initial_state, g_min)
     decay = (_wide(g_BTHK, 3),)
-    return _run(q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, G_MIN, initial_state, segment_ids)
+    return _run(q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, G_MIN, initial_state, segment_ids, config)
 
 
 def kda_gated_pallas_gpu(
@@ -80,8 +81,9 @@ def kda_gated_pallas_gpu(
     scale: float,
     initial_state: State,
     segment_ids: Int[Array, "B T"] | None,
+    config: GPUConfig | None = None,
 ) -> tuple[Float[Array, "B T H V"], State]:
-    """`gated.kda_gated` with T > 0, beta after its sigmoid, defaults resolved.
+    """`gated.kda_gated` with T > 0, beta after its sigmoid, defaults resolved. config=None: the tuned sizes.
 
     The kernels normalise q and k and compute log decays where they read them, and give the gradients of what was
     projected: neither unit vectors nor decays, nor the gradients of either, are ever in memory.
@@ -94,7 +96,7 @@ def kda_gated_pallas_gpu(
         decay_logits_BTHK = decay_logits_BTHK.astype(jnp.float32)
     rate_HK = jnp.broadcast_to(-LOG2E * jnp.exp(a_log_H)[:, None], dt_bias_HK.shape)
     decay = tuple(_wide(x, x.ndim - 1) for x in (decay_logits_BTHK, rate_HK, rate_HK * dt_bias_HK))
-    return _run(q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, g_min, initial_state, segment_ids)
+    return _run(q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, g_min, initial_state, segment_ids, config)
 
 
 def _refuse(q_BTHK: Array, initial_state: Array, g_min: float | None) -> None:
@@ -114,10 +116,11 @@ def _wide(x: Array, *axes: int) -> Array:
     return jnp.pad(x, [(0, D - size if axis in axes else 0) for axis, size in enumerate(x.shape)])
 
 
-def _run(q_BTHK, k_BTHK, v_BTHV, decay: Decay, beta_BTH, scale, g_min, initial_state, segment_ids):
+def _run(q_BTHK, k_BTHK, v_BTHV, decay: Decay, beta_BTH, scale, g_min, initial_state, segment_ids, config):
     if initial_state.ndim == 4:
+        workspace = (config or gpu_config(target()[1], *initial_state.shape[-2:])).workspace
         inputs = (q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH)
-        return _rows(*inputs, scale, g_min, initial_state, segment_ids=segment_ids)
+        return _rows(*inputs, scale, g_min, initial_state, segment_ids=segment_ids, workspace=workspace)
     # One state per segment: every segment starts a chunk of its own. See `xla.kda_xla`.
     S = initial_state.shape[1]
     place_BT, slot_BN = segment_layout(segment_ids, S, C)
@@ -136,12 +139,12 @@ def _no_decay(decay: Decay) -> float:
 
 
 def _rows(
-    q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, g_min, initial_state, segment_ids=None, slot_BN=None
+    q_BTHK, k_BTHK, v_BTHV, decay, beta_BTH, scale, g_min, initial_state, segment_ids=None, slot_BN=None, workspace=0
 ):  # fmt: skip
     B, T, H, _ = q_BTHK.shape
     K, V = initial_state.shape[-2:]
     chunks = -(-T // C)
-    spans = 1 if slot_BN is not None else -(-chunks // min(max(1, WORKSPACE // (C * B * H)), _MOST_CHUNKS))
+    spans = 1 if slot_BN is not None else -(-chunks // min(max(1, workspace // (C * B * H)), _MOST_CHUNKS))
     plan = Plan(float(scale), float(g_min), spans, -(-chunks // spans))
     padding = plan.spans * plan.chunks * C - T
 

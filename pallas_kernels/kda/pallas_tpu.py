@@ -1,7 +1,7 @@
 """KDA on TPUs, as two Pallas Mosaic kernels: the forward pass, and the backward pass in one walk from last to first.
 
-A program owns up to eight heads of one row. The chunks of the row are the last, sequential axis of the grid, and the
-state stays in VMEM from one to the next, transposed ([V, K], float32) so that decays scale lanes. Between dependent
+A program owns some heads of one row (`TPUConfig`). The chunks of the row are the last, sequential axis of the grid, and
+the state stays in VMEM from one to the next, transposed ([V, K], float32) so that decays scale lanes. Between dependent
 products of one head the matrix unit works for the others. HBM sees inputs, outputs and, when a gradient is wanted, the
 entry state of every chunk in the dtype of q; the backward pass recomputes the rest of a chunk (`tpu_chunk`).
 
@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import target
+from pallas_kernels.kda.config import TPUConfig, tpu_config
 from pallas_kernels.kda.numerics import lowest_kernel_gate
 from pallas_kernels.kda.reference import L2_EPS, State
 from pallas_kernels.kda.segments import collect, segment_layout, spread
@@ -40,7 +41,6 @@ from pallas_kernels.kda.tpu_chunk import (
 
 WIDTHS = (64, 128)
 NO_DECAY = -1e30  # logit
-MOST_HEADS = 8  # of a program
 LANES = 128
 VMEM_BYTES = 32 << 20  # a quarter of what v5e and v6e have, half of v5p and tpu7x
 
@@ -56,18 +56,21 @@ def kda_pallas_tpu(
     initial_state: State,
     segment_ids: Int[Array, "B T"] | None,
     g_min: float | None = -5.0,
+    config: TPUConfig | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H V"], State]:
     """`api.kda` with T > 0, defaults resolved and g, beta, initial_state in float32.
 
     Args:
+      config: None: the tuned sizes.
       interpret: True or `pltpu.InterpretParams` run the kernels on any platform, for tests.
 
     Raises:
       NotImplementedError: anything but bfloat16 or float32 heads whose K and V are 64 or 128, gates bounded within the
         range of 16-row tiles, on a TPU.
     """
-    return _run((q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH), None, scale, g_min, initial_state, segment_ids, interpret)
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
+    return _run(inputs, None, scale, g_min, initial_state, segment_ids, config, interpret)
 
 
 def kda_gated_pallas_tpu(
@@ -83,9 +86,10 @@ def kda_gated_pallas_tpu(
     scale: float,
     initial_state: State,
     segment_ids: Int[Array, "B T"] | None,
+    config: TPUConfig | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H V"], State]:
-    """`gated.kda_gated` with T > 0, beta after its sigmoid, defaults resolved.
+    """`gated.kda_gated` with T > 0, beta after its sigmoid, defaults resolved. config, interpret: see `kda_pallas_tpu`.
 
     The kernels normalise q and k and compute log decays where they read them, and give the gradients of what was
     projected: neither unit vectors nor decays, nor the gradients of either, are ever in memory.
@@ -98,10 +102,10 @@ def kda_gated_pallas_tpu(
     rate_HK = jnp.broadcast_to(jnp.exp(a_log_H)[:, None], dt_bias_HK.shape)
     gate_2X = jnp.stack([rate_HK, rate_HK * dt_bias_HK]).reshape(2, -1)
     inputs = (q_BTHK, k_BTHK, v_BTHV, decay_logits_BTHK, beta_BTH)
-    return _run(inputs, gate_2X, scale, g_min, initial_state, segment_ids, interpret)
+    return _run(inputs, gate_2X, scale, g_min, initial_state, segment_ids, config, interpret)
 
 
-def _run(inputs, gate_2X, scale, g_min, initial_state, segment_ids, interpret):
+def _run(inputs, gate_2X, scale, g_min, initial_state, segment_ids, config, interpret):
     q_BTHK, H, (K, V) = inputs[0], inputs[0].shape[2], initial_state.shape[-2:]
     if K not in WIDTHS or V not in WIDTHS:
         raise NotImplementedError(f"K={K}, V={V}; heads with K and V of 64 or 128 are supported")
@@ -110,7 +114,7 @@ def _run(inputs, gate_2X, scale, g_min, initial_state, segment_ids, interpret):
     lowest = lowest_kernel_gate(R)
     if g_min is None or g_min < lowest:
         raise NotImplementedError(f"g_min={g_min}; gates bounded by at least {lowest:.2f} are supported")
-    heads = _heads_per_program(H, K, V)
+    heads = _heads_per_program(H, K, V, (config or tpu_config(target()[1], K, V)).heads)
     if not interpret and target()[0] != "tpu":
         raise NotImplementedError(f"the platform is {target()[0]}; a TPU is needed")
 
@@ -146,14 +150,14 @@ class Plan(NamedTuple):
         return -self.g_min * (R - 1) / 2
 
 
-def _heads_per_program(H: int, K: int, V: int) -> int:
-    """The largest divisor of H, at most MOST_HEADS, whose heads fill whole lanes; or all heads of a narrow row."""
-    for heads in range(min(H, MOST_HEADS), 0, -1):
+def _heads_per_program(H: int, K: int, V: int, most: int) -> int:
+    """The largest divisor of H, at most `most`, whose heads fill whole lanes; or all heads of a narrow row."""
+    for heads in range(min(H, most), 0, -1):
         whole = all(heads * width % LANES == 0 for width in (K, V))
         if H % heads == 0 and (whole or heads == H):
             return heads
     raise NotImplementedError(
-        f"H={H} heads with K={K}, V={V}; with widths of 64, H must be even or at most {MOST_HEADS}"
+        f"H={H} heads with K={K}, V={V}; with widths of 64, H must be even or at most {most}"
     )
 
 

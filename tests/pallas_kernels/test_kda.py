@@ -452,8 +452,15 @@ def test_bad_arguments_say_how_to_mend_them():
             call(*arguments, **keywords)
 
 
+def test_tuned_sizes(monkeypatch):
+    """Of a device and head size, of a device, or the default."""
+    tuned = {("chip", None, None): ChunkConfig(32, 16), ("chip", 64, 128): ChunkConfig(128, 16)}
+    monkeypatch.setattr("pallas_kernels.kda.config._XLA", tuned)
+    sizes = [chunk_config(*at).chunk for at in (("chip", 64, 128), ("chip", 128, 128), ("another chip", 64, 128))]
+    assert sizes == [128, 32, 64]
+
+
 def test_chunk_sizes_are_checked():
-    assert chunk_config("a device nobody tuned", 128, 128) == ChunkConfig(64, 16)
     for sizes, message in (
         ((64, 12), "tile=12 is not a power of two"),
         ((8, 16), "chunk=8 is smaller than tile=16"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kda import gpu_inverse, gpu_state, kda, kda_gated, pallas_gpu
+from pallas_kernels.kda.config import GPUConfig
 from pallas_kernels.kda.gated import log_decay
 from pallas_kernels.kda.gpu_tiles import C, documents
 from pallas_kernels.kda.pallas_gpu import kda_pallas_gpu
@@ -75,8 +76,8 @@ def evaluate(op, inputs, segment_ids=None):
     return dict(zip(NAMES, both(*inputs)))
 
 
-def assert_parity(inputs, segment_ids=None, loose=()):
-    got = evaluate(kda_pallas_gpu, inputs, segment_ids)
+def assert_parity(inputs, segment_ids=None, loose=(), config=None):
+    got = evaluate(functools.partial(kda_pallas_gpu, config=config), inputs, segment_ids)
     with jax.default_matmul_precision("highest"):
         want = evaluate(kda_reference, [x.astype(jnp.float32) for x in inputs], segment_ids)
     for name in NAMES:
@@ -136,11 +137,11 @@ def test_packed_lengths(lengths):
 
 @on_hopper
 @pytest.mark.parametrize("packed", [False, True])
-def test_spans(monkeypatch, packed):
+def test_spans(packed):
     """A long sequence goes through in spans and keeps only the states between them."""
-    monkeypatch.setattr(pallas_gpu, "WORKSPACE", 2 * 3 * 128)
     ids = np.cumsum(np.random.default_rng(3).random((2, 500)) < 0.02, axis=1)
-    assert_parity(make(2, 500, 3, "typical"), jnp.asarray(ids, jnp.int32) if packed else None)
+    config = GPUConfig(workspace=2 * 3 * 128)
+    assert_parity(make(2, 500, 3, "typical"), jnp.asarray(ids, jnp.int32) if packed else None, config=config)
 
 
 @on_hopper
