@@ -206,7 +206,6 @@ def chunk_adjoint(
                 for ref, factor in zip(refs, factors_qk or (None, None))
             ]
 
-
         dq, dk, leave = products(
             (C, WIDTH),
             [(x_s.at[0], transposed(s_w))],
