@@ -167,6 +167,34 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """MoonViT-V2 and its projector (model.md 2.9)."""
+
+    n_layers: int = 0  # 0: a text model without any of this
+    d_model: int = 64
+    n_heads: int = 2
+    head_dim: int = 32  # divisible by 4: pairs of channels turn by the column and by the row
+    ffn_dim: int = 128  # hidden width of the MLP
+    patch: int = 14  # pixels on a side; a feature, one token, stands for 2 x 2 patches
+    grid: int = 16  # rows and columns of the learned position table, interpolated to every picture's own grid
+    frames: int = 1  # most frames of a clip, which are averaged into one picture's tokens; 1: no clips
+    pos_std: float = 1.0  # standard deviation of the position table at the start
+
+    def __post_init__(self):
+        check(self.n_layers >= 0, "model.vision.n_layers", self.n_layers, "must be 0 (text only) or more")
+        check_positive("model.vision", self, "d_model", "n_heads", "head_dim", "ffn_dim", "patch", "grid", "frames",
+                       "pos_std")
+        check(self.head_dim % 4 == 0, "model.vision.head_dim", self.head_dim, "must be a multiple of 4")
+        check(self.frames == 1 or self.d_model % 2 == 0, "model.vision.d_model", self.d_model,
+              "must be even when model.vision.frames is above 1")
+
+    @property
+    def pixels(self) -> int:
+        """Numbers in a patch."""
+        return 3 * self.patch**2
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The whole architecture. Defaults are the `tiny` scale."""
 
@@ -192,6 +220,7 @@ class ModelConfig:
     kda: KDAConfig = field(default_factory=KDAConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     dtypes: DtypeConfig = field(default_factory=DtypeConfig)
 
     def __post_init__(self):
@@ -249,6 +278,30 @@ class DataConfig:
         check_choice("data.packing", self.packing, ("concat", "first_fit"))
         check_positive("data", self, "seq_len", "batch_size", "bpe_vocab")
         check(0 < self.heldout < 1, "data.heldout", self.heldout, "must lie strictly between 0 and 1")
+
+
+@dataclass(frozen=True)
+class ImagesConfig:
+    """Pictures in the stream: `share` of the rows hold them, from the first step to the last."""
+
+    share: float = 0.0  # rows with pictures among all rows; 0: text alone
+    tasks: str = "digits,shapes"  # what the pictures show, name or name:weight, as `trillium_moe.data.picture_tasks`
+    path: str = ""  # captioned pictures: *.jsonl or *.parquet files (glob, comma separated), for the task `captions`
+    image_key: str = "image"  # field or column with the picture's file name (JSONL) or bytes (Parquet)
+    text_key: str = "text"  # field or column with its caption
+    patches: int = 512  # patches that a row has room for
+    max_patches: int = 144  # of one picture; larger ones are scaled down
+    blind: bool = False  # pictures are black: the control that reads the same texts and sees nothing
+    workers: int = 0  # processes that draw pictures ahead; 0: the training process does
+    fonts: str = ""  # folder of *.ttf for rendered text; "": those that matplotlib brings
+
+    def __post_init__(self):
+        check(0 <= self.share < 1, "images.share", self.share, "must lie in [0, 1): the rest of the rows is text")
+        check_positive("images", self, "patches", "max_patches")
+        check(self.workers >= 0, "images.workers", self.workers, "must be 0 (none) or a number of processes")
+        check(self.patches % 4 == 0, "images.patches", self.patches, "must be a multiple of 4, the patches of a token")
+        check(4 <= self.max_patches <= self.patches, "images.max_patches", self.max_patches,
+              f"must lie between 4 and images.patches={self.patches}")
 
 
 @dataclass(frozen=True)
@@ -336,6 +389,7 @@ class Config:
     seed: int = 0  # of parameters, data order and everything random
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -347,6 +401,8 @@ class Config:
               "data.tokenizer='byte' needs at least 272 (256 bytes and 16 special tokens)")
         check(self.data.tokenizer != "bpe" or self.model.vocab_size >= self.data.bpe_vocab, "model.vocab_size",
               self.model.vocab_size, f"must be at least data.bpe_vocab={self.data.bpe_vocab}")
+        check(self.images.share == 0 or self.model.vision.n_layers > 0, "images.share", self.images.share,
+              "a model without vision cannot read pictures; set model.vision.n_layers, or images.share=0")
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:

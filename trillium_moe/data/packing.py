@@ -30,7 +30,7 @@ from jaxtyping import UInt, UInt64
 
 from trillium_moe.shapes import Bool, Int, Shaped
 
-Row = dict[str, Shaped[np.ndarray, "T"]]
+Row = dict[str, Shaped[np.ndarray, "_ ..."]]  # [T] arrays, and what pictures bring
 Piece = tuple[int, int, int]  # document, its first token taken, one past the last
 
 _DOCUMENTS, _ROWS = 0, 1  # what a permutation is of, as the last part of its key
@@ -163,6 +163,10 @@ class ConcatRows:
     def __len__(self) -> int:
         return _ceil(self.epochs * self.n_tokens, self.seq_len) if self.epochs else sys.maxsize
 
+    def empty(self) -> Row:
+        """A row of padding."""
+        return empty_row(self.seq_len, self.pad_id)
+
     def _epoch(self, epoch: int) -> tuple[Int[np.ndarray, "D"], Int[np.ndarray, "D"]]:
         """The documents of an epoch in order, and where each ends in the epoch."""
         d = len(self.documents)
@@ -263,6 +267,10 @@ class FirstFitRows:
 
     def __len__(self) -> int:
         return self.epochs * len(self.plan) if self.epochs else sys.maxsize
+
+    def empty(self) -> Row:
+        """A row of padding."""
+        return empty_row(self.seq_len, self.pad_id)
 
     def pieces(self, row: int) -> list[Piece]:
         """The pieces of planned row `row`, and the one token after it if its document goes on."""

@@ -33,12 +33,13 @@ from etils import epath
 from tqdm import tqdm
 
 from trillium_moe.config import Config, check, check_choice
-from trillium_moe.data.packing import ConcatRows, Documents, FirstFitRows, Row, empty_row
+from trillium_moe.data.packing import ConcatRows, Documents, FirstFitRows, Row
+from trillium_moe.data.pictures import MixedRows, with_pictures
 from trillium_moe.data.sources import Source, make_source
 from trillium_moe.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
 from trillium_moe.shapes import Shaped
 
-Batch = dict[str, Shaped[np.ndarray, "B T"]]
+Batch = dict[str, Shaped[np.ndarray, "B ..."]]
 
 # Rows that an endless split counts: more than any run reads, and grain adds to lengths in 64-bit integers.
 ENDLESS = 1 << 48
@@ -136,7 +137,7 @@ class Pipeline:
       stream: hash of all that the rows depend on.
     """
 
-    rows: ConcatRows | FirstFitRows
+    rows: ConcatRows | FirstFitRows | MixedRows
     tokenizer: Tokenizer
     batch_size: int
     local: tuple[int, ...]
@@ -158,7 +159,7 @@ class Pipeline:
         """Row i of those that this process reads."""
         batch, i = divmod(i, len(self.local))
         index = batch * self.batch_size + self.local[i]
-        return self.rows[index] if index < len(self.rows) else empty_row(self.rows.seq_len, self.rows.pad_id)
+        return self.rows[index] if index < len(self.rows) else self.rows.empty()
 
     def __getitem__(self, batch: int) -> Batch:
         if not 0 <= batch < len(self):
@@ -269,6 +270,8 @@ def make_pipeline(
                                epochs=epochs)
     stream = _stream(rows, data.packing, tokenizer)
     stream = _stream(rows, data.packing, tokenizer)
+    if config.model.vision.n_layers:
+        rows, stream = with_pictures(config, split, rows, tokenizer, stream)
     return Pipeline(rows, tokenizer, data.batch_size, tuple(local), threads, stream)
 
 

@@ -17,6 +17,7 @@ from trillium_moe.model.moe import MoE
 from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import RouterBias, layer, linear, normal, ones, param, stack, wide, zeros
 from trillium_moe.model.stack import Schedule, run_stack
+from trillium_moe.model.vision import Images, Vision
 from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Float, Int
 
@@ -57,9 +58,16 @@ class Trillium(nnx.Module):
             setattr(self, kind, stack(lambda rngs, k=kind: make_layer(k, config, rngs), schedule.count(kind), rngs))
         if config.n_mtp:
             self.mtp = MultiTokenPrediction(config, rngs=rngs)
+        if config.vision.n_layers:
+            self.vision = Vision(config, rngs=rngs)
 
-    def hidden(self, tokens_BT: Int[Array, "B T"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
-        """Normed output of the last layer, and aux as `run_stack` gives it."""
+    def hidden(
+        self, tokens_BT: Int[Array, "B T"], ctx: Context, images: Images | None = None
+    ) -> tuple[Float[Array, "B T D"], dict]:
+        """Normed output of the last layer, and aux as `run_stack` gives it.
+
+        Placeholder tokens of pictures are tokens like any other to all that follows: segments, router statistics.
+        """
         kinds, state, fns = {}, {}, {}
         for kind in Schedule.of(self.config).kinds:
             graphdef, kinds[kind], state[kind] = nnx.split(getattr(self, kind), nnx.Param, RouterBias)
@@ -69,7 +77,9 @@ class Trillium(nnx.Module):
         else:
             query = wide(self.read_norm[...]) * wide(self.read_query[...])
         params = {"kinds": kinds, "norm": self.sublayer_norm[...], "read": query}
-        h, aux = run_stack(self.config, fns, params, state, self.embedding(tokens_BT), ctx)
+        x = self.embedding(tokens_BT)
+        x = x if images is None else self.vision.insert(x, images)
+        h, aux = run_stack(self.config, fns, params, state, x, ctx)
         return rms_norm(h, self.norm[...], self.config.norm_eps), aux
 
     def sublayer(self, graphdef, params, state, x_BTD, ctx) -> tuple[Float[Array, "B T D"], dict]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from trillium_moe.model.context import Context
 from trillium_moe.model.params import wide
 from trillium_moe.model.trillium import Trillium
+from trillium_moe.model.vision import images_of
 from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Float, Int
 
@@ -54,14 +55,15 @@ def loss_sum(model: Trillium, batch: dict[str, Array], aux_scale: float = 1.0) -
     """The training objective of a batch, summed over its weighted tokens.
 
     Args:
-      batch: tokens, targets, segment_ids [B,T] int32 and weights [B,T] float32.
+      batch: tokens, targets, segment_ids [B,T] int32 and weights [B,T] float32; with vision also the arrays of
+        `model.vision.Images`.
       aux_scale: see `Context`.
 
     Returns:
       The objective (with the multi-token-prediction loss, if the model has it) and (the plain next-token sum, aux).
     """
     ctx = Context(batch["segment_ids"], aux_scale)
-    h, aux = model.hidden(batch["tokens"], ctx)
+    h, aux = model.hidden(batch["tokens"], ctx, images_of(batch))
     nll = nll_sum(model, h, batch["targets"], batch["weights"])
     if not model.config.n_mtp:
         return nll, (nll, aux)

@@ -17,6 +17,7 @@ from trillium_moe.config import Config, ModelConfig
 from trillium_moe.evals.churn import PROBE
 from trillium_moe.model.context import Context
 from trillium_moe.model.router import next_bias
+from trillium_moe.model.vision import images_of
 from trillium_moe.optim.qk_clip import qk_clip
 from trillium_moe.parallel import sharding
 from trillium_moe.parallel.expert import reduce_stats
@@ -150,6 +151,8 @@ def make_train_step(
             "data/tokens": batch["weights"].sum(),
             **summarise(config.model, aux, state.router_bias, (batch["segment_ids"] > 0).sum()),
         }
+        if "features" in batch:
+            metrics["data/image_tokens"] = (batch["features"] > 0).sum()
         bias = balance(config.model, state.router_bias, aux)
         return replace(state, step=state.step + 1, params=params, router_bias=bias, opt_state=opt_state), metrics
 
@@ -184,7 +187,7 @@ def make_eval_step(
     @in_mesh(mesh)
     def eval_step(params: nnx.State, router_bias: nnx.State, batch: Batch):
         model = nnx.merge(graphdef, params, router_bias)
-        h, aux = model.hidden(batch["tokens"], Context(batch["segment_ids"]))
+        h, aux = model.hidden(batch["tokens"], Context(batch["segment_ids"]), images_of(batch))
         nll = nll_sum(model, h, batch["targets"], batch["weights"])
         out = {"nll": nll, "weight": batch["weights"].sum()}
         if "experts" in aux.get("moe", {}):

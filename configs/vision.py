@@ -1,0 +1,67 @@
+"""Text and pictures in one stream from the first step: --config=configs/vision.py:scale=tiny
+
+    scale   tiny (two CPU cores, printed and handwritten digits and shapes) or small (a GPU: words, charts, code, ...)
+
+Half of the rows hold pictures, from the first step to the last; every other field is in trillium_moe/config.py.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # config_flags loads this file from anywhere
+
+from configs import scales
+from trillium_moe.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ImagesConfig,
+    OptimConfig,
+    TrainConfig,
+    VisionConfig,
+    check_choice,
+    to_config_dict,
+)
+
+
+def tiny() -> Config:
+    """2.4M parameters, bytes, rows of 256 tokens."""
+    vision = VisionConfig(n_layers=3, d_model=64, n_heads=2, head_dim=32, ffn_dim=256, grid=8)
+    model = replace(scales.tiny(), vision=vision)
+    return Config(
+        name="tiny-vision",
+        model=model,
+        data=DataConfig(seq_len=256, batch_size=8),
+        images=ImagesConfig(share=0.5, tasks="digits,numbers,shapes:3", patches=512, max_patches=64),
+        optim=OptimConfig(lr=5e-3),
+        train=TrainConfig(steps=600, eval_every=200, checkpoint_every=200),
+    )
+
+
+def small() -> Config:
+    """About 36M parameters; bytes, so that a word it never saw is read letter by letter; rows of 1,024 tokens."""
+    vision = VisionConfig(n_layers=6, d_model=256, n_heads=4, head_dim=64, ffn_dim=1024, grid=16)
+    model = replace(scales.small(), vocab_size=272, vision=vision)
+    return Config(
+        name="small-vision",
+        model=model,
+        data=DataConfig(seq_len=1024, batch_size=16, tokenizer="byte"),
+        images=ImagesConfig(share=0.5, tasks="words:4,lines,shapes,charts,boards,svg,numbers", patches=1536,
+                            max_patches=144),
+        optim=OptimConfig(lr=3e-3),
+        train=TrainConfig(steps=2000, eval_every=500, checkpoint_every=500),
+    )
+
+
+SCALES = {f.__name__: f for f in (tiny, small)}
+
+
+def get_config(options: str = ""):
+    """The run as a ConfigDict; see the module's docstring for `options`."""
+    key, equals, scale = (options or "scale=tiny").partition("=")
+    check_choice("option", key, ("scale",))
+    if not equals:
+        raise ConfigError(f"config option {options!r}: write scale=VALUE")
+    check_choice("scale", scale, tuple(SCALES))
+    return to_config_dict(SCALES[scale]())

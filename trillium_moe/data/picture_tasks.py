@@ -1,0 +1,375 @@
+"""Pictures with exact labels that need no download, each drawn from a random generator: what the stream is made of.
+
+    digits    handwritten digits: 1,797 of scikit-learn, enlarged (extra `vision`)
+    numbers   a printed digit in some font
+    words     a printed word; the fonts and the words of the held-out split are not those of the training split
+    lines     two or three short words, one below the other
+    shapes    coloured shapes: how many, where, which colour
+    charts    bars: which is the tallest, how tall is one
+    boards    3 x 3 boards of crosses and noughts: what is in a row
+    svg       shapes to SVG code, and whether a code is that of the picture
+    photos    crops of scikit-image's and scikit-learn's photographs: what they show (extra `vision`)
+    captions  captioned pictures of files (images.path), see `picture_files`
+
+A task is a function of (generator, whether held out) to an `Example`. Its held-out split differs from what is trained
+on in more than the random numbers wherever that is possible: other handwriting, words, fonts, parts of a photograph.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from trillium_moe.config import ConfigError, ImagesConfig, check, check_choice
+
+HELD_FONTS = ("STIXGeneral", "cmss10")  # families that no training picture is set in
+_FONT_NAMES = re.compile(r"DejaVu(Sans|SansMono|Serif)(-(Bold|Oblique|Italic|BoldOblique|BoldItalic))?$|"
+                         r"cm(r|b|tt|ti|ss)10$|STIXGeneral$")
+COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (235, 200, 40),
+           "purple": (150, 60, 180), "black": (20, 20, 20)}
+SHAPES = ("circle", "square", "triangle")
+
+
+@dataclass(frozen=True)
+class Example:
+    """Pictures, then a text: the prompt carries no loss, the answer does.
+
+    pictures: each a picture, or a list of up to model.vision.frames frames that share one picture's tokens.
+    """
+
+    pictures: tuple[Image.Image | list[Image.Image], ...]
+    prompt: str
+    answer: str
+    task: str
+
+
+Task = Callable[[np.random.Generator, bool], Example]
+
+
+# --- fonts and words
+
+
+class Fonts:
+    """The fonts of a folder, by split. Every fifth is held out where none of HELD_FONTS is there."""
+
+    def __init__(self, folder: str = ""):
+        if folder:
+            files = sorted(Path(folder).expanduser().glob("*.ttf"))
+            check(len(files) > 1, "images.fonts", folder, "holds fewer than two *.ttf files; name a folder of fonts")
+        else:
+            import matplotlib
+
+            every = Path(matplotlib.get_data_path(), "fonts", "ttf").glob("*.ttf")
+            files = sorted(f for f in every if _FONT_NAMES.match(f.stem))
+        held = [f for f in files if f.stem in HELD_FONTS] or files[::5]
+        self.files = {True: held, False: [f for f in files if f not in held]}
+
+    def draw(self, rng: np.random.Generator, held: bool, low: int, high: int) -> ImageFont.FreeTypeFont:
+        """A font of the split, of a size of low to high pixels."""
+        files = self.files[held]
+        return _font(str(files[rng.integers(len(files))]), int(rng.integers(low, high + 1)))
+
+
+@functools.cache
+def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(path, size)
+
+
+@functools.cache
+def words() -> dict[bool, tuple[str, ...]]:
+    """Lower-case words of 3 to 8 letters from the running Python's own reference text, a tenth of them held out.
+
+    A word's hash decides, so every version of Python holds out the same words.
+    """
+    text = " ".join(importlib.import_module("pydoc_data.topics").topics.values())
+    found = sorted(set(re.findall(r"(?<![A-Za-z_.])[a-z]{3,8}(?![A-Za-z_(])", text)))
+    held = lambda word: hashlib.sha256(word.encode()).digest()[0] < 26
+    return {side: tuple(w for w in found if held(w) == side) for side in (True, False)}
+
+
+def _word(rng: np.random.Generator, held: bool) -> str:
+    """A word; in training half of them are random letters, so that spelling cannot be guessed from the language."""
+    if not held and rng.random() < 0.5:
+        return "".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(3, 9)))
+    known = words()[held]
+    return known[rng.integers(len(known))]
+
+
+def _ink(rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(paper, ink): one light, one dark, either way round."""
+    light, dark = rng.integers(190, 256, 3), rng.integers(0, 90, 3)
+    pair = (tuple(light.tolist()), tuple(dark.tolist()))
+    return pair if rng.random() < 0.7 else pair[::-1]
+
+
+def _written(rng: np.random.Generator, lines: list[str], font: ImageFont.FreeTypeFont) -> Image.Image:
+    """Text on a picture that is a few pixels larger than it, at a random place."""
+    paper, ink = _ink(rng)
+    boxes = [font.getbbox(line) for line in lines]
+    step = 28 * -(-max(box[3] - box[1] + 4 for box in boxes) // 28)  # pixels from line to line
+    width = 28 * -(-(max(box[2] - box[0] for box in boxes) + 4) // 28)
+    image = Image.new("RGB", (width, step * len(lines)), paper)
+    draw = ImageDraw.Draw(image)
+    for i, (line, box) in enumerate(zip(lines, boxes)):
+        free = width - (box[2] - box[0]), step - (box[3] - box[1])
+        x, y = (int(rng.integers(1, max(2, n))) for n in free)
+        draw.text((x - box[0], i * step + y - box[1]), line, fill=ink, font=font)
+    return image
+
+
+def make_words(fonts: Fonts, lines: int) -> Task:
+    def task(rng, held):
+        font = fonts.draw(rng, held, 14, 20)
+        texts = [_word(rng, held) for _ in range(1 if lines == 1 else rng.integers(2, lines + 1))]
+        name = "words" if lines == 1 else "lines"
+        return Example((_written(rng, texts, font),), "read: ", " ".join(texts), name)
+
+    return task
+
+
+def make_numbers(fonts: Fonts) -> Task:
+    def task(rng, held):
+        digit = str(rng.integers(10))
+        return Example((_written(rng, [digit], fonts.draw(rng, held, 16, 26)),), "digit? ", digit, "numbers")
+
+    return task
+
+
+# --- drawings
+
+
+def _scene(rng: np.random.Generator, kinds: list[tuple[str, str]], side: int = 84) -> tuple[Image.Image, np.ndarray]:
+    """Shapes (kind, colour) that do not touch, and their centres in pixels."""
+    image = Image.new("RGB", (side, side), tuple(int(c) for c in rng.integers(225, 256, 3)))
+    draw = ImageDraw.Draw(image)
+    centres: list[tuple[int, int]] = []
+    radii = []
+    for kind, colour in kinds:
+        for _ in range(100):
+            r = int(rng.integers(7, 12))
+            x, y = (int(v) for v in rng.integers(r + 1, side - r - 1, 2))
+            if all((x - a) ** 2 + (y - b) ** 2 > (1.3 * (r + s) + 1) ** 2 for (a, b), s in zip(centres, radii)):
+                break
+        centres.append((x, y))
+        radii.append(r)
+        _shape(draw, kind, COLOURS[colour], x, y, r)
+    return image, np.array(centres)
+
+
+def _shape(draw: ImageDraw.ImageDraw, kind: str, colour: tuple, x: int, y: int, r: int) -> None:
+    match kind:
+        case "circle":
+            draw.ellipse((x - r, y - r, x + r, y + r), fill=colour)
+        case "square":
+            draw.rectangle((x - r, y - r, x + r, y + r), fill=colour)
+        case _:
+            draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=colour)
+
+
+def shapes(rng: np.random.Generator, held: bool) -> Example:
+    """Counts are 1 to 5, places one of four quarters, colours one of six: all equally often."""
+    pick = lambda options: options[rng.integers(len(options))]
+    asked, others = pick(SHAPES), list(SHAPES)
+    colour = pick(list(COLOURS))
+    question = rng.integers(3)
+    others.remove(asked)
+    if question == 0:
+        n = int(rng.integers(1, 6))
+        kinds = [(asked, pick(list(COLOURS))) for _ in range(n)]
+        kinds += [(pick(others), pick(list(COLOURS))) for _ in range(rng.integers(0, 7 - n))]
+        image, _ = _scene(rng, [kinds[i] for i in rng.permutation(len(kinds))])
+        return Example((image,), f"how many {asked}s? ", str(n), "count")
+    rest = [(pick(others), pick(list(COLOURS))) for _ in range(rng.integers(1, 4))]
+    image, centres = _scene(rng, [(asked, colour), *rest])
+    if question == 1:
+        x, y = centres[0] - 42
+        if abs(x) < 4 or abs(y) < 4:  # neither left nor right, or neither top nor bottom
+            return shapes(rng, held)
+        return Example((image,), f"where is the {asked}? ", f"{'top' if y < 0 else 'bottom'} "
+                       f"{'left' if x < 0 else 'right'}", "position")
+    return Example((image,), f"what colour is the {asked}? ", colour, "colour")
+
+
+def make_charts(fonts: Fonts) -> Task:
+    """Three to five bars of different heights, 1 to 9, over lines at every unit."""
+    def task(rng, held):
+        n = int(rng.integers(3, 6))
+        heights, names = rng.permutation(np.arange(1, 10))[:n], "abcde"[:n]
+        image = Image.new("RGB", (112, 112), "white")
+        draw, font = ImageDraw.Draw(image), fonts.draw(rng, held, 13, 15)
+        wide = 104 // n
+        for unit in range(1, 10):
+            draw.line((4, 92 - 10 * unit, 108, 92 - 10 * unit), fill=(215, 215, 215))
+        for i, (name, h) in enumerate(zip(names, heights.tolist())):
+            x = 6 + i * wide
+            colour = list(COLOURS.values())[rng.integers(len(COLOURS))]
+            draw.rectangle((x, 92 - 10 * h, x + wide - 6, 92), fill=colour)
+            draw.text((x + wide // 2 - 6, 93), name, fill="black", font=font)
+        if rng.random() < 0.5:
+            return Example((image,), "tallest bar? ", names[int(np.argmax(heights))], "tallest")
+        asked = int(rng.integers(n))
+        return Example((image,), f"height of {names[asked]}? ", str(heights[asked]), "height")
+
+    return task
+
+
+def boards(rng: np.random.Generator, held: bool) -> Example:
+    cells = rng.integers(0, 3, (3, 3))
+    image = Image.new("RGB", (84, 84), tuple(int(c) for c in rng.integers(215, 256, 3)))
+    draw = ImageDraw.Draw(image)
+    for line in (28, 56):
+        draw.line((line, 2, line, 82), fill="black", width=2)
+        draw.line((2, line, 82, line), fill="black", width=2)
+    for (i, j), cell in np.ndenumerate(cells):
+        (dx, dy), r = rng.integers(-3, 4, 2).tolist(), int(rng.integers(6, 9))
+        x, y = 28 * j + 14 + dx, 28 * i + 14 + dy
+        if cell == 1:
+            draw.line((x - r, y - r, x + r, y + r), fill=COLOURS["red"], width=3)
+            draw.line((x - r, y + r, x + r, y - r), fill=COLOURS["red"], width=3)
+        elif cell == 2:
+            draw.ellipse((x - r, y - r, x + r, y + r), outline=COLOURS["blue"], width=3)
+    row = int(rng.integers(3))
+    return Example((image,), f"row {row + 1}? ", "".join(".xo"[c] for c in cells[row]), "boards")
+
+
+def svg(rng: np.random.Generator, held: bool) -> Example:
+    """One or two shapes with coordinates in multiples of 7 of 84 pixels, and their code. Or whether a code is right."""
+    def scene():
+        places = rng.permutation(16)[: rng.integers(1, 3)]
+        return sorted((int(p), SHAPES[rng.integers(2)], list(COLOURS)[rng.integers(len(COLOURS))]) for p in places)
+
+    def code(items):
+        out = ""
+        for place, kind, colour in items:
+            x, y = 7 + 21 * (place % 4) + 3, 7 + 21 * (place // 4) + 3
+            out += (f'<circle cx="{x}" cy="{y}" r="7" fill="{colour}"/>' if kind == "circle" else
+                    f'<rect x="{x - 7}" y="{y - 7}" width="14" height="14" fill="{colour}"/>')
+        return f"<svg>{out}</svg>"
+
+    items = scene()
+    image = Image.new("RGB", (84, 84), "white")
+    draw = ImageDraw.Draw(image)
+    for place, kind, colour in items:
+        _shape(draw, kind, COLOURS[colour], 10 + 21 * (place % 4), 10 + 21 * (place // 4), 7)
+    if rng.random() < 0.5:
+        return Example((image,), "code: ", code(items), "svg")
+    match = rng.random() < 0.5
+    shown = items
+    while not match and shown == items:  # one colour or one kind is another
+        i = rng.integers(len(items))
+        place, kind, colour = items[i]
+        if rng.random() < 0.5:
+            kind = SHAPES[1 - SHAPES.index(kind)]
+        else:
+            colour = list(COLOURS)[rng.integers(len(COLOURS))]
+        shown = [*items[:i], (place, kind, colour), *items[i + 1 :]]
+    return Example((image,), f"is this it? {code(shown)} ", "yes" if match else "no", "svg_match")
+
+
+# --- pictures of other packages
+
+
+def _needs(package: str, task: str):
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError:
+        raise ConfigError(f"config images.tasks={task!r}: needs {package.split('.')[0]}; "
+                          "pip install 'trillium-moe[vision]', or make setup EXTRAS=vision") from None
+
+
+def make_digits() -> Task:
+    """A fifth of the 1,797 pictures, by their number, is held out. Shown at 28 to 56 pixels."""
+    data = _needs("sklearn.datasets", "digits").load_digits()
+    number = np.arange(len(data.target))
+    held_out = np.array([hashlib.sha256(f"digit {i}".encode()).digest()[0] < 51 for i in number])
+    sides = {side: number[held_out == side] for side in (True, False)}
+
+    def task(rng, held):
+        i = sides[held][rng.integers(len(sides[held]))]
+        grey = Image.fromarray((data.images[i] * (255 / 16)).astype(np.uint8))
+        side = int(rng.integers(28, 57))
+        image = grey.resize((side, side), Image.Resampling.BICUBIC).convert("RGB")
+        return Example((image,), "digit? ", str(data.target[i]), "digits")
+
+    return task
+
+
+PHOTOS = {  # file of scikit-image -> what it shows
+    "astronaut.png": "an astronaut in a white suit", "coffee.png": "a cup of coffee", "chelsea.png": "a tabby cat",
+    "coins.png": "old coins", "rocket.jpg": "a rocket at its tower", "hubble_deep_field.jpg": "distant galaxies",
+    "brick.png": "a wall of bricks", "grass.png": "grass", "gravel.png": "gravel", "camera.png": "a man with a camera",
+    "moon.png": "the surface of the moon", "page.png": "a page of text", "horse.png": "the outline of a horse",
+    "retina.jpg": "the back of an eye", "color.png": "a colour wheel", "microaneurysms.png": "tiny blood vessels",
+}  # fmt: skip
+
+
+def make_photos() -> Task:
+    """Crops of 56 to 112 pixels; those of the held-out split lie in the right third, which no other crop touches."""
+    folder = Path(_needs("skimage", "photos").__file__).parent / "data"
+    loaded = {}
+    for name, text in PHOTOS.items():
+        if (folder / name).exists():
+            loaded[text] = Image.open(folder / name).convert("RGB")
+    for name, text in (("china.jpg", "a Chinese palace"), ("flower.jpg", "a flower")):
+        loaded[text] = Image.fromarray(_needs("sklearn.datasets", "photos").load_sample_image(name))
+    check(len(loaded) > 1, "images.tasks", "photos", f"no photographs in {folder}; install scikit-image anew")
+    shown = list(loaded.items())
+
+    def task(rng, held):
+        text, photo = shown[rng.integers(len(shown))]
+        first, last = (photo.width * 2 // 3, photo.width) if held else (0, photo.width * 2 // 3)
+        side = int(rng.integers(56, 113))
+        scale = rng.uniform(side / min(last - first, photo.height), 1) if side < min(last - first, photo.height) else 1
+        cut = min(int(side / scale), last - first, photo.height)
+        x, y = int(rng.integers(first, last - cut + 1)), int(rng.integers(0, photo.height - cut + 1))
+        return Example((photo.crop((x, y, x + cut, y + cut)).resize((side, side)),), "what is it? ", text, "photos")
+
+    return task
+
+
+# --- the mixture
+
+
+def make_task(name: str, config: ImagesConfig) -> Task:
+    match name:
+        case "digits":
+            return make_digits()
+        case "numbers":
+            return make_numbers(Fonts(config.fonts))
+        case "words" | "lines":
+            return make_words(Fonts(config.fonts), 1 if name == "words" else 3)
+        case "charts":
+            return make_charts(Fonts(config.fonts))
+        case "photos":
+            return make_photos()
+        case "captions":
+            from trillium_moe.data.picture_files import make_captions
+
+            return make_captions(config)
+    return {"shapes": shapes, "boards": boards, "svg": svg}[name]
+
+
+TASKS = ("digits", "numbers", "words", "lines", "shapes", "charts", "boards", "svg", "photos", "captions")
+
+
+def task_weights(config: ImagesConfig) -> dict[str, float]:
+    """The tasks that `images.tasks` names, with their weights. Raises ConfigError for an unknown name or no weight."""
+    out = {}
+    for item in filter(None, (part.strip() for part in config.tasks.split(","))):
+        name, colon, weight = item.partition(":")
+        check_choice("images.tasks", name, TASKS)
+        try:
+            out[name] = float(weight) if colon else 1.0
+        except ValueError:
+            out[name] = 0.0
+        check(out[name] > 0, "images.tasks", item, "a weight is a number above 0, as in words:2")
+    check(bool(out), "images.tasks", config.tasks, f"names no task; there are {', '.join(TASKS)}")
+    return out
