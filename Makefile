@@ -6,6 +6,7 @@ EXTRAS ?=
 WORKDIR ?= runs/tiny
 CONFIG ?= configs/pretrain.py:scale=tiny,stage=8k,shrink=16
 ARGS ?=
+DATA ?= runs/data
 PYTEST_ARGS ?=
 # Test processes: one a core, at most 8 (each holds its own JAX).
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -le 8 ] || n=8; echo $$n)
@@ -14,7 +15,7 @@ run = $(VENV)/bin/python -m
 pytest = pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint lock clean
+.PHONY: help setup train vision data test test-all lint lock clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -25,12 +26,21 @@ setup: ## make .venv from the locks: make setup [EXTRAS="gpu notebooks"] [PYTHON
 train: setup ## train the tiny model on this machine: make train [WORKDIR=runs/tiny] [CONFIG=...] [ARGS=...]
 	$(run) experiments.train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
+# The vision extra holds data (handwritten digits, photographs) that the generators and their tests read.
+vision test: override EXTRAS += vision
+
+vision: setup ## train the tiny model on text and pictures: make vision [WORKDIR=runs/vision] [ARGS=...]
+	$(run) experiments.train --config=configs/vision.py:scale=tiny --workdir=$(if $(filter file,$(origin WORKDIR)),runs/vision,$(WORKDIR)) $(ARGS)
+
+data: setup ## fetch the captioned pictures of a Debian package with apt-get into DATA: make data [DATA=runs/data]
+	$(VENV)/bin/python tools/stamps.py $(DATA)
+
 test: setup ## run the tests, without the slow ones: make test [PYTEST_ARGS=tests/data] [JOBS=2]
 	$(run) $(pytest) $(PYTEST_ARGS)
 
 # In an environment of its own: with the compilers for absent chips in it, every start of JAX prints that they are absent.
 test-all: ## run every test, in .venv-aot: also the slow ones and those that compile for TPUs and an H200
-	@VENV="$(VENV)-aot" PYTHON="$(PYTHON)" tools/setup_env.sh aot
+	@VENV="$(VENV)-aot" PYTHON="$(PYTHON)" tools/setup_env.sh aot vision
 	$(VENV)-aot/bin/python -m $(pytest) -m "" $(PYTEST_ARGS)
 
 lint: setup ## check the code with ruff

@@ -8,6 +8,7 @@ README = Path(__file__).parent / "README.md"
 
 PACKAGES = ["trillium_moe", "pallas_kernels", "experiments", "configs"]
 PARQUET = ["pyarrow"]
+VISION = ["scikit-image>=0.25", "scikit-learn>=1.6"]  # their data sets: handwritten digits and photographs
 SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
 
 setup(
@@ -36,6 +37,7 @@ setup(
         "numpy>=2.1",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.12",
+        "pillow>=11",
         "safetensors>=0.6",
         "tensorboardX>=2.6",
         "tokenizers>=0.21",
@@ -50,6 +52,7 @@ setup(
         "triton": ["jax-triton>=0.4.1"],
         "parquet": PARQUET,
         "serve": SERVE,
+        "vision": VISION,
         "notebooks": ["ipykernel", "jupytext", "nbclient"],
         "dev": ["beartype", "hypothesis", "pytest>=9", "pytest-xdist", "ruff", *PARQUET, *SERVE],
     },

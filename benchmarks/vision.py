@@ -23,7 +23,6 @@ def define(flags):
     DEFINE_string("label", "run", "name of the run in what is printed", flag_values=flags)
     DEFINE_bool("text_only", False, "the text rows alone, without vision", flag_values=flags)
     DEFINE_integer("every", 250, "steps between evaluations", lower_bound=1, flag_values=flags)
-    DEFINE_integer("examples", 200, "held-out examples of each kind of question", lower_bound=2, flag_values=flags)
     DEFINE_integer("batches", 8, "held-out batches of text", lower_bound=1, flag_values=flags)
     DEFINE_float("seconds", 0.0, "stop after so long, whatever train.steps says; 0: never", flag_values=flags)
 
@@ -39,7 +38,6 @@ def text_only(config):
 def run(flags):
     import jax
 
-    from trillium_moe.data.pictures import Drawer
     from trillium_moe.data.pipeline import make_pipeline
     from trillium_moe.data.tokenizer import make_tokenizer
     from trillium_moe.evals import vision
@@ -53,9 +51,7 @@ def run(flags):
     batches = make_pipeline(config, "train", tokenizer=tokenizer)
     held = make_pipeline(config, "heldout", tokenizer=tokenizer, threads=0)
     step, eval_step = make_train_step(config), make_eval_step(config)
-    drawer = None if flags.text_only else Drawer(config, tokenizer)
-    suite = drawer and vision.make_suite(config, drawer, flags.examples)
-    predict = drawer and vision.make_predict(config)
+    suite = None if flags.text_only else vision.Suite(config, tokenizer)
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     state = jax.jit(lambda: init_state(config), compiler_options=options)()
 
@@ -66,9 +62,8 @@ def run(flags):
         out = {"step": number, "train_loss": float(loss)}
         out |= heldout(eval_step, state.params, state.router_bias, iter(held), tokenizer.token_bytes, flags.batches)
         say(json.dumps(out))
-        if drawer:
-            scores = vision.evaluate(config, state.params, state.router_bias, tokenizer, drawer, predict=predict,
-                                     suite=suite)
+        if suite:
+            scores = suite(state.params, state.router_bias)
             for line in vision.table(scores):
                 say(line)
             out |= vision.as_metrics(scores)

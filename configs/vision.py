@@ -2,7 +2,8 @@
 
     scale   tiny (two CPU cores, printed and handwritten digits and shapes) or small (a GPU: words, charts, code, ...)
 
-Half of the rows hold pictures, from the first step to the last; every other field is in trillium_moe/config.py.
+A constant share of the rows holds pictures, from the first step to the last; every other field is in
+trillium_moe/config.py.
 """
 
 import sys
@@ -26,16 +27,16 @@ from trillium_moe.config import (
 
 
 def tiny() -> Config:
-    """2.4M parameters, bytes, rows of 256 tokens."""
-    vision = VisionConfig(n_layers=3, d_model=64, n_heads=2, head_dim=32, ffn_dim=256, grid=8)
-    model = replace(scales.tiny(), vision=vision)
+    """1.5M parameters: the tiny language model with 5 layers, bytes, rows of 256 tokens."""
+    vision = VisionConfig(n_layers=3, d_model=64, n_heads=2, head_dim=32, ffn_dim=256, grid=8, pos_std=0.2)
+    model = replace(scales.tiny(), n_layers=5, vision=vision)
     return Config(
         name="tiny-vision",
         model=model,
         data=DataConfig(seq_len=256, batch_size=8),
-        images=ImagesConfig(share=0.5, tasks="digits,numbers,shapes:3", patches=512, max_patches=64),
+        images=ImagesConfig(share=0.75, tasks="numbers,digits,shapes:3", patches=256, max_patches=16),
         optim=OptimConfig(lr=5e-3),
-        train=TrainConfig(steps=600, eval_every=200, checkpoint_every=200),
+        train=TrainConfig(steps=700, eval_every=350, checkpoint_every=350, log_every=20),
     )
 
 

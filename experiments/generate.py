@@ -1,6 +1,7 @@
 """Continues a prompt with a trained model, talks, or serves it over HTTP.
 
   python -m experiments.generate --workdir=/tmp/run --prompt="def main(" --temperature=0.8 --top_p=0.95
+  python -m experiments.generate --workdir=/tmp/run --image=digit.png --prompt="digit? " --temperature=0
   python -m experiments.generate --workdir=/tmp/run --interactive
   python -m experiments.generate --workdir=/tmp/run --serve --port=8000
 
@@ -9,7 +10,7 @@ The endpoint is that of OpenAI: /v1/completions and /v1/chat/completions, whole 
 
 import sys
 
-from absl.flags import DEFINE_bool, DEFINE_float, DEFINE_integer, DEFINE_string
+from absl.flags import DEFINE_bool, DEFINE_float, DEFINE_integer, DEFINE_multi_string, DEFINE_string
 
 from experiments.common import UsageError, command, define_step, define_workdir, workdir_of
 
@@ -18,6 +19,7 @@ def define(flags):
     define_workdir(flags, "directory of the run")
     define_step(flags)
     DEFINE_string("prompt", "def ", "text to continue", flag_values=flags)
+    DEFINE_multi_string("image", [], "picture before the prompt; may be given several times", flag_values=flags)
     DEFINE_integer("tokens", 256, "tokens to add, at most; the model may end the document before", flag_values=flags)
     DEFINE_float("temperature", 0.8, "0 always takes the most probable token", flag_values=flags)
     DEFINE_integer("top_k", 0, "keep the k most probable tokens; 0: all", flag_values=flags)
@@ -38,6 +40,7 @@ def define(flags):
 
 
 def run(flags):
+    from trillium_moe.data.images import read_image
     from trillium_moe.infer.generate import load_model, stream_text
     from trillium_moe.infer.sampling import Sampling
 
@@ -45,6 +48,9 @@ def run(flags):
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.seed)
     if flags.serve and flags.interactive:
         raise UsageError("flags --serve and --interactive exclude each other; give one")
+    if flags.image and (flags.serve or flags.interactive):
+        raise UsageError("flag --image goes with --prompt; requests to --serve bring their own pictures")
+    images = [read_image(path) for path in flags.image]
     model = load_model(workdir, flags.step)
     if flags.serve:
         return serve(flags, model)
@@ -53,7 +59,7 @@ def run(flags):
     shown = (lambda piece: None) if flags.json else lambda piece: print(piece, end="", flush=True)
     shown(flags.prompt)
     text = ""
-    for piece in stream_text(model, flags.prompt, flags.tokens, sampling):
+    for piece in stream_text(model, flags.prompt, flags.tokens, sampling, images):
         shown(piece)
         text += piece
     shown("\n")
@@ -101,10 +107,12 @@ def serve(flags, model):
     engine = engine_of(flags, model, flags.slots)
     print(f"cache: {nbytes(engine.cache) / 2**20:.1f} MiB, {token_bytes(engine.cache):.0f} bytes per token of context",
           flush=True)
-    config = ServerConfig(flags.host, flags.port, model.config.name)
+    # a body with pictures holds them in base64
+    body_bytes = 1 << 20 if not model.config.model.vision.n_layers else 1 << 25
+    config = ServerConfig(flags.host, flags.port, model.config.name, body_bytes)
     worker = Worker(Batcher(engine))
     print(f"http://{flags.host}:{flags.port}/v1 serves {config.name!r}, step {model.step}; Ctrl-C ends it", flush=True)
-    make_server(make_app(worker, model.tokenizer, config), config).run()
+    make_server(make_app(worker, model.tokenizer, config, model.config), config).run()
     worker.close()
     return {"served": config.name}
 

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 JAX=0.11.2
-EXTRAS="aot gpu notebooks tpu triton"
+EXTRAS="aot gpu notebooks tpu triton vision"
 
 work=$(mktemp -d)
 leftover=trillium_moe.egg-info # of reading setup.py; somebody's own stays

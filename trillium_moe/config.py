@@ -292,12 +292,13 @@ class ImagesConfig:
     patches: int = 512  # patches that a row has room for
     max_patches: int = 144  # of one picture; larger ones are scaled down
     blind: bool = False  # pictures are black: the control that reads the same texts and sees nothing
+    eval_examples: int = 100  # held-out examples of each kind of question in an evaluation
     workers: int = 0  # processes that draw pictures ahead; 0: the training process does
     fonts: str = ""  # folder of *.ttf for rendered text; "": those that matplotlib brings
 
     def __post_init__(self):
         check(0 <= self.share < 1, "images.share", self.share, "must lie in [0, 1): the rest of the rows is text")
-        check_positive("images", self, "patches", "max_patches")
+        check_positive("images", self, "patches", "max_patches", "eval_examples")
         check(self.workers >= 0, "images.workers", self.workers, "must be 0 (none) or a number of processes")
         check(self.patches % 4 == 0, "images.patches", self.patches, "must be a multiple of 4, the patches of a token")
         check(4 <= self.max_patches <= self.patches, "images.max_patches", self.max_patches,

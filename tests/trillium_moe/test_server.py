@@ -10,9 +10,10 @@ from benchmarks.serve_load import Client, Load
 from tests.trillium_moe.test_engine import CONFIG, SIZES, variables
 from trillium_moe.data.tokenizer import ByteTokenizer
 from trillium_moe.infer.batching import Batcher, Request
+from trillium_moe.infer.chat import chat_parts
 from trillium_moe.infer.engine import Engine
 from trillium_moe.infer.sampling import Sampling
-from trillium_moe.infer.server import Pieces, ServerConfig, Worker, chat_ids, make_app, make_server
+from trillium_moe.infer.server import Pieces, ServerConfig, Worker, make_app, make_server
 
 TOKENIZER = ByteTokenizer()
 
@@ -76,7 +77,7 @@ def test_chat(client):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     status, body = post(client, {"messages": messages, "max_tokens": 5, "seed": 1}, "/v1/chat/completions")
     assert status == 200 and body["object"] == "chat.completion"
-    assert body["usage"]["prompt_tokens"] == len(chat_ids(TOKENIZER, messages))
+    assert body["usage"]["prompt_tokens"] == len(sum(chat_parts(TOKENIZER, messages), []))
     said = body["choices"][0]["message"]
     events = post(client, {"messages": messages, "max_tokens": 5, "seed": 1, "stream": True}, "/v1/chat/completions")[1]
     assert events[0]["object"] == "chat.completion.chunk" and said["role"] == "assistant"

@@ -135,8 +135,8 @@ def make_captions(config: ImagesConfig):
 
     def task(rng: np.random.Generator, held: bool) -> Example:
         i = int(rng.integers(len(sides[held])))
-        return Example((picture(held, i),), "", sides[held][i].text, "captions")
+        return Example((picture(held, i),), "caption: ", sides[held][i].text, "captions")
 
     task.everything = lambda held: (  # type: ignore[attr-defined]
-        Example((picture(held, i),), "", sides[held][i].text, "captions") for i in range(len(sides[held])))
+        Example((picture(held, i),), "caption: ", sides[held][i].text, "captions") for i in range(len(sides[held])))
     return task

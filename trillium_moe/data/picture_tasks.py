@@ -146,7 +146,7 @@ def make_numbers(fonts: Fonts) -> Task:
 # --- drawings
 
 
-def _scene(rng: np.random.Generator, kinds: list[tuple[str, str]], side: int = 84) -> tuple[Image.Image, np.ndarray]:
+def _scene(rng: np.random.Generator, kinds: list[tuple[str, str]], side: int = 56) -> tuple[Image.Image, np.ndarray]:
     """Shapes (kind, colour) that do not touch, and their centres in pixels."""
     image = Image.new("RGB", (side, side), tuple(int(c) for c in rng.integers(225, 256, 3)))
     draw = ImageDraw.Draw(image)
@@ -154,9 +154,9 @@ def _scene(rng: np.random.Generator, kinds: list[tuple[str, str]], side: int = 8
     radii = []
     for kind, colour in kinds:
         for _ in range(100):
-            r = int(rng.integers(7, 12))
-            x, y = (int(v) for v in rng.integers(r + 1, side - r - 1, 2))
-            if all((x - a) ** 2 + (y - b) ** 2 > (1.3 * (r + s) + 1) ** 2 for (a, b), s in zip(centres, radii)):
+            r = int(rng.integers(5, 9))
+            x, y = rng.integers(r + 1, side - r - 1, 2).tolist()
+            if all((x - a) ** 2 + (y - b) ** 2 > (1.25 * (r + s) + 1) ** 2 for (a, b), s in zip(centres, radii)):
                 break
         centres.append((x, y))
         radii.append(r)
@@ -179,23 +179,23 @@ def shapes(rng: np.random.Generator, held: bool) -> Example:
     pick = lambda options: options[rng.integers(len(options))]
     asked, others = pick(SHAPES), list(SHAPES)
     colour = pick(list(COLOURS))
-    question = rng.integers(3)
+    question = rng.integers(4)
     others.remove(asked)
-    if question == 0:
+    if question < 2:
         n = int(rng.integers(1, 6))
         kinds = [(asked, pick(list(COLOURS))) for _ in range(n)]
-        kinds += [(pick(others), pick(list(COLOURS))) for _ in range(rng.integers(0, 7 - n))]
+        kinds += [(pick(others), pick(list(COLOURS))) for _ in range(rng.integers(0, 6 - n))]
         image, _ = _scene(rng, [kinds[i] for i in rng.permutation(len(kinds))])
-        return Example((image,), f"how many {asked}s? ", str(n), "count")
+        return Example((image,), f"{asked}s? ", str(n), "count")
     rest = [(pick(others), pick(list(COLOURS))) for _ in range(rng.integers(1, 4))]
     image, centres = _scene(rng, [(asked, colour), *rest])
-    if question == 1:
-        x, y = centres[0] - 42
-        if abs(x) < 4 or abs(y) < 4:  # neither left nor right, or neither top nor bottom
+    if question == 2:
+        x, y = centres[0] - 28
+        if abs(x) < 3 or abs(y) < 3:  # neither left nor right, or neither top nor bottom
             return shapes(rng, held)
-        return Example((image,), f"where is the {asked}? ", f"{'top' if y < 0 else 'bottom'} "
+        return Example((image,), f"where {asked}? ", f"{'top' if y < 0 else 'bottom'} "
                        f"{'left' if x < 0 else 'right'}", "position")
-    return Example((image,), f"what colour is the {asked}? ", colour, "colour")
+    return Example((image,), f"colour {asked}? ", colour, "colour")
 
 
 def make_charts(fonts: Fonts) -> Task:

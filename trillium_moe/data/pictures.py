@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trillium_moe.config import Config, ImagesConfig, VisionConfig, check
-from trillium_moe.data.images import Clip, patches_of, places_of, to_clip
+from trillium_moe.data.images import patches_of, places_of, to_clip
 from trillium_moe.data.packing import Documents, Row, build_row, mix64
 from trillium_moe.data.picture_tasks import Example, Task, make_task, task_weights
 from trillium_moe.data.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
     task: str = ""
 
 
-def encode_clips(clips: Sequence[Clip], patch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def encode_clips(clips: Sequence[np.ndarray], patch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(patches, place, features): the last are the numbers of the features that become tokens, those of each clip's
     first frame."""
     patches = [patches_of(clip, patch) for clip in clips]
@@ -223,7 +223,7 @@ def with_pictures(config: Config, split: str, text: Any, tokenizer: Tokenizer, s
     """
     room = room_of(config)
     if split != "train" or not config.images.share:
-        return MixedRows(text, None, 0, room), stream
+        return MixedRows(text, None, 0.0, room), stream
     workers = config.images.workers
     pictures = PooledRows(config, tokenizer, workers) if workers else PictureRows(config, tokenizer)
     kept = replace(config.images, workers=0)

@@ -7,6 +7,8 @@ is the score of the best constant answer; a model given the picture of another e
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from trillium_moe.config import Config
 from trillium_moe.data.picture_tasks import Example
@@ -26,6 +30,7 @@ from trillium_moe.model.vision import images_of
 from trillium_moe.shapes import PyTree
 from trillium_moe.train.loss import cross_entropy
 from trillium_moe.train.state import model_def
+from trillium_moe.train.step import in_mesh
 
 FREE = ("captions",)  # tasks without a single right answer
 
@@ -39,7 +44,7 @@ class Score(NamedTuple):
     n: int  # examples
 
 
-def make_suite(config: Config, drawer: Drawer, n: int, seed: int = 0) -> dict[str, list[Example]]:
+def make_suite(drawer: Drawer, n: int, seed: int = 0) -> dict[str, list[Example]]:
     """n held-out examples of every kind of question, the same for every run; all captions that are held out."""
     out: dict[str, list[Example]] = {}
     for number, (name, task) in enumerate(drawer.tasks.items()):
@@ -64,11 +69,13 @@ def exchanged(examples: Sequence[Example]) -> list[Example]:
     return [replace(e, pictures=other.pictures) for e, other in zip(examples, [*examples[1:], examples[0]])]
 
 
-def make_predict(config: Config) -> Callable[[PyTree, PyTree, Any], tuple[Any, Any]]:
+def make_predict(config: Config, mesh: Mesh | None = None) -> Callable[[PyTree, PyTree, Any], tuple[Any, Any]]:
     """f(params, router_bias, batch) -> (most probable tokens [B,T], nats of the targets [B,T]), jitted."""
     graphdef = model_def(config.model)[0]
+    placed = {} if mesh is None else {"out_shardings": NamedSharding(mesh, P())}
 
-    @jax.jit
+    @functools.partial(jax.jit, **placed)
+    @in_mesh(mesh)
     def predict(params, router_bias, batch):
         model = nnx.merge(graphdef, params, router_bias)
         h, _ = model.hidden(batch["tokens"], Context(batch["segment_ids"]), images_of(batch))
@@ -116,13 +123,13 @@ class Answer(NamedTuple):
 
 
 def answers(
-    predict: Callable, params: PyTree, router_bias: PyTree, documents: Sequence[Encoded], config: Config, pad_id: int
+    predict: Callable[[dict], Any], documents: Sequence[Encoded], config: Config, pad_id: int
 ) -> list[Answer]:
-    """The model's answer to every document, in order."""
+    """The model's answer to every document, in order; `predict` is `make_predict`'s for a batch."""
     out: dict[int, Answer] = {}
     pending = []
-    for batch, where in batches_of(documents, config, pad_id, config.data.batch_size // config.train.micro_batches):
-        pending.append((predict(params, router_bias, batch), where))
+    for batch, where in batches_of(documents, config, pad_id, config.data.batch_size):
+        pending.append((predict(batch), where))
     for results, where in pending:
         predicted, nats = jax.device_get(results)
         for r, start, i in where:
@@ -144,20 +151,34 @@ def score(task: str, found: Sequence[Answer]) -> Score:
     return Score(float(np.mean(right)), constant, loss, len(found))
 
 
-def evaluate(
-    config: Config, params: PyTree, router_bias: PyTree, tokenizer: Tokenizer, drawer: Drawer, n: int = 200,
-    predict: Callable | None = None, suite: dict[str, list[Example]] | None = None,
-) -> dict[str, dict[str, Score]]:
-    """{"true": scores by task, "exchanged": the same with the pictures exchanged}, on held-out examples."""
-    predict = predict or make_predict(config)
-    suite = suite or make_suite(config, drawer, n)
-    out: dict[str, dict[str, Score]] = {"true": {}, "exchanged": {}}
-    for task, examples in suite.items():
-        for kind, shown in (("true", examples), ("exchanged", exchanged(examples))):
-            documents = [drawer.encode(e) for e in shown]
-            found = answers(predict, params, router_bias, documents, config, tokenizer.pad_id)
-            out[kind][task] = score(task, found)
-    return out
+class Suite:
+    """The held-out examples of a config's tasks, and the program that answers them."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None,
+                 place: Callable[[dict], Any] = lambda batch: batch):
+        self.config, self.tokenizer, self.place = config, tokenizer, place
+        self.drawer = Drawer(config, tokenizer)
+        self.examples = make_suite(self.drawer, config.images.eval_examples)
+        self.predict = make_predict(config, mesh)
+        self.found: dict[str, list[Answer]] = {}  # of the last call, pictures as they are
+
+    def __call__(self, params: PyTree, router_bias: PyTree) -> dict[str, dict[str, Score]]:
+        """{"true": scores by task, "exchanged": the same with the pictures exchanged}."""
+        out: dict[str, dict[str, Score]] = {"true": {}, "exchanged": {}}
+        run = lambda batch: self.predict(params, router_bias, self.place(batch))
+        for task, examples in self.examples.items():
+            for kind, shown in (("true", examples), ("exchanged", exchanged(examples))):
+                found = answers(run, [self.drawer.encode(e) for e in shown], self.config, self.tokenizer.pad_id)
+                out[kind][task] = score(task, found)
+                if kind == "true":
+                    self.found[task] = found
+        return out
+
+    def said(self, per_task: int) -> list[tuple[Example, str]]:
+        """The first examples of each task, and what the model answered in the last call, token by token."""
+        decode = lambda a: self.tokenizer.decode(a.predicted[:-1])
+        return [(e, decode(a)) for task, examples in self.examples.items()
+                for e, a in itertools.islice(zip(examples, self.found.get(task, ())), per_task)]
 
 
 def as_metrics(scores: dict[str, dict[str, Score]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from trillium_moe.config import check
 from trillium_moe.infer.engine import Engine
+from trillium_moe.infer.pictures import Pictures
 from trillium_moe.infer.sampling import Sampling
 
 
@@ -31,6 +32,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     finished: str = ""  # stop (token), length, cancelled; "": not yet
     slot: int = -1
+    pictures: Pictures | None = None  # those whose placeholders are in the prompt
 
 
 class Batcher:
@@ -81,7 +83,7 @@ class Batcher:
         while self.waiting and self.engine.free:
             request = self.waiting.popleft()
             request.slot = self.engine.open()
-            self.prefilling.append((request, self.engine.extending(request.slot, request.prompt)))
+            self.prefilling.append((request, self.engine.extending(request.slot, request.prompt, request.pictures)))
         if self.prefilling:
             request, chunks = self.prefilling[0]
             if next(chunks, self) is self:

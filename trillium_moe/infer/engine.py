@@ -23,6 +23,7 @@ import numpy as np
 
 from trillium_moe.config import ModelConfig, check
 from trillium_moe.infer import forward
+from trillium_moe.infer.pictures import Pictures
 from trillium_moe.infer.prefix import PrefixStore
 from trillium_moe.infer.sampling import Sampling, Settings, sample
 from trillium_moe.model.cache import Cache, clear_rows, copy_rows, make_cache
@@ -124,12 +125,15 @@ class Engine:
 
     # --- known tokens
 
-    def extend(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """Appends known tokens. Raises ConfigError if they do not fit, are no token ids, or are none at all."""
-        for _ in self.extending(slot, tokens):
+    def extend(self, slot: int, tokens: Sequence[int] | np.ndarray, pictures: Pictures | None = None) -> None:
+        """Appends known tokens, with the pictures whose placeholders are among them.
+
+        Raises ConfigError if they do not fit, are no token ids, are none at all, or end with a picture.
+        """
+        for _ in self.extending(slot, tokens, pictures):
             pass
 
-    def extending(self, slot: int, tokens: Sequence[int] | np.ndarray):
+    def extending(self, slot: int, tokens: Sequence[int] | np.ndarray, pictures: Pictures | None = None):
         """`extend`, yielding after every chunk, so that others can be served in between."""
         tokens = np.asarray(tokens, np.int32).reshape(-1)
         check(len(tokens) > 0, "prompt", "", "must hold at least one token: the model predicts what follows it")
@@ -137,10 +141,13 @@ class Engine:
               f"token ids must lie in [0, {self.model.vocab_size})")
         check(len(tokens) <= self.room(slot), "infer.capacity", self.cache.capacity,
               f"{len(tokens)} more tokens do not fit after {self.length[slot]}; raise it")
+        seen = None if pictures is None else self._see(pictures, len(tokens))
+        names = tokens if pictures is None else pictures.named(tokens)
         if self.pending[slot] >= 0:
-            tokens = np.concatenate([self.pending[slot : slot + 1], tokens])
+            tokens, names = (np.concatenate([self.pending[slot : slot + 1], t]) for t in (tokens, names))
+            seen = seen and tuple(np.pad(x, ((1, 0), *((0, 0),) * (x.ndim - 1))) for x in seen)
         self.pending[slot], self.draft[slot] = tokens[-1], -1
-        known = tokens[:-1]
+        known = names[:-1]  # what the store tells prefixes apart by: placeholders alone would look alike
         at, kept, marks = 0, 0, set()
         if self.store is not None and self.length[slot] == 0:
             at, marks = self._reuse(slot, known)
@@ -148,17 +155,27 @@ class Engine:
         while at < len(known):
             stop = min([m for m in marks if m > at], default=len(known))
             size = max([c for c in self.config.chunks if c <= stop - at], default=min(self.config.chunks))
-            part = known[at : min(at + size, stop)]
+            part = tokens[at : min(at + size, stop)]
             padded = np.zeros((2, 1, size), np.int32)
             padded[0, 0, : len(part)], padded[1, 0, : len(part)] = part, tokens[at + 1 : at + 1 + len(part)]
             rows, n = np.array([slot], np.int32), np.array([len(part)], np.int32)
-            self.cache = _prefill(self.model, self.weights, self.cache, padded[0], n, rows, padded[1])
+            shown = seen and _chunk(*seen, at, size)
+            self.cache = _prefill(self.model, self.weights, self.cache, padded[0], n, rows, padded[1], shown)
             at += len(part)
             self.length[slot] += len(part)
             self.prefilled += len(part)
             if at in marks:
                 kept = self._keep(slot, known[:at], kept)
             yield
+
+    def _see(self, pictures: Pictures, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """(where features stand [n], the features there [n, D]) for the n tokens of a prompt."""
+        check(self.model.vision.n_layers > 0, "model.vision.n_layers", 0, "this model was trained without pictures")
+        check(pictures.at.max() < n - 1, "prompt", "", "must hold text after the last picture: what it is asked")
+        features = np.asarray(_features(self.model, self.weights, *pictures.padded())[0])
+        where, placed = np.zeros(n, bool), np.zeros((n, features.shape[-1]), features.dtype)
+        where[pictures.at], placed[pictures.at] = True, features[pictures.features]
+        return where, placed
 
     def _reuse(self, slot: int, known: np.ndarray) -> tuple[int, set[int]]:
         """Tokens taken from the store, and the numbers of tokens after which to keep the sequence: where the prompt's
@@ -264,12 +281,21 @@ class Engine:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(model, weights, cache, tokens_ST, n_S, rows_S, next_ST):
+def _prefill(model, weights, cache, tokens_ST, n_S, rows_S, next_ST, seen=None):
     length_S = cache.length[rows_S]
-    h, cache = forward.extend(model, weights, cache, tokens_ST, n_S, rows_S)
+    h, cache = forward.extend(model, weights, cache, tokens_ST, n_S, rows_S, seen=seen)
     return cache if cache.mtp is None else forward.extend_mtp(
         model, weights, cache, h, next_ST, n_S, length_S, rows_S
     )[1]  # fmt: skip
+
+
+_features = jax.jit(forward.see, static_argnums=0)
+
+
+def _chunk(where_T: np.ndarray, features_TD: np.ndarray, at: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The part of a prompt's features that a chunk holds, padded to the chunk's size."""
+    part = where_T[at : at + size], features_TD[at : at + size]
+    return tuple(np.pad(x, ((0, size - len(x)), *((0, 0),) * (x.ndim - 1)))[None] for x in part)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

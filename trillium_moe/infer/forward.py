@@ -21,7 +21,7 @@ from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import linear, wide
 from trillium_moe.model.stack import Schedule, Stack
 from trillium_moe.parallel import sharding
-from trillium_moe.shapes import Array, Float, Int, PyTree
+from trillium_moe.shapes import Array, Bool, Float, Int, PyTree, Shaped
 from trillium_moe.train.state import model_def
 
 
@@ -34,6 +34,7 @@ class Weights(NamedTuple):
     sublayer_norm: Any  # [S, D]
     query: Any  # [S + 1, D]: pseudo-queries of the depth reads; zeros without
     layers: tuple[Any, ...]  # per sublayer: its variables
+    vision: Any = None  # variables of the tower and the projector
     mtp: Any = None  # {"fuse", "hidden_norm", "token_norm", "mixer_norm", "ffn_norm": arrays, "mla", "moe": variables}
 
 
@@ -44,6 +45,8 @@ def _graphdefs(config: ModelConfig) -> dict[str, nnx.GraphDef]:
     defs = {kind: nnx.split(getattr(model, kind))[0] for kind in Schedule.of(config).kinds}
     if config.n_mtp:
         defs |= {f"mtp_{kind}": nnx.split(getattr(model.mtp, kind))[0] for kind in ("mla", "moe")}
+    if config.vision.n_layers:
+        defs["vision"] = nnx.split(model.vision)[0]
     return defs
 
 
@@ -81,8 +84,9 @@ def serving_weights(config: ModelConfig, params: PyTree, router_bias: PyTree) ->
             names = ("fuse", "hidden_norm", "token_norm", "mixer_norm", "ffn_norm")
             mtp = {name: getattr(model.mtp, name)[...] for name in names}
             mtp |= {kind: cut(nnx.split(getattr(model.mtp, kind))[1], 0) for kind in ("mla", "moe")}
+        vision = cut(nnx.split(model.vision)[1]) if config.vision.n_layers else None
         return Weights(model.embed[...].astype(compute), model.head[...].astype(compute), model.norm[...],
-                       model.sublayer_norm[...], query, layers, mtp)
+                       model.sublayer_norm[...], query, layers, vision, mtp)
 
     if mesh is None:
         return unstack(params, router_bias)  # slices and casts: compiling them as one program would take longer
@@ -101,7 +105,8 @@ def _placed(weights: Weights, sizes: dict[str, int]) -> Weights:
 
     placed = jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
     model = "model" if sizes["model"] > 1 else None
-    return placed._replace(embed=jax.P(model), head=jax.P(None, model))
+    vision = jax.tree.map(lambda _: jax.P(), weights.vision)  # whole: it runs once for a picture
+    return placed._replace(embed=jax.P(model), head=jax.P(None, model), vision=vision)
 
 
 def extend(
@@ -112,6 +117,7 @@ def extend(
     n_S: Int[Array, " S"],
     rows_S: Int[Array, " S"] | None = None,
     undecided: bool = False,
+    seen: tuple[Bool[Array, "S T"], Float[Array, "S T D"]] | None = None,
 ) -> tuple[Float[Array, "S T D"], Cache]:
     """Continues sequences: the first n of the tokens of each row follow what its sequence already holds.
 
@@ -121,6 +127,7 @@ def extend(
       tokens_ST: up to T tokens for each of S sequences.
       rows_S: which sequences of the cache, without repeats; None: all of them, in order.
       undecided: how many of the tokens count is said later, by `settle` (few tokens, all sequences).
+      seen: where a picture's features stand in place of a token's embedding, and the features (`see`).
 
     Returns:
       Hidden states before the final norm, for `logits`; those past n are meaningless. And the cache with the tokens.
@@ -133,6 +140,8 @@ def extend(
     mla, kda = list(cache.mla), list(cache.kda)
 
     live = embed(config, weights, tokens_ST)
+    if seen is not None:
+        live = jnp.where(seen[0][..., None], seen[1].astype(live.dtype), live)
     sealed = None
     for s, variables in enumerate(weights.layers):
         if s % U == 0:
@@ -192,6 +201,13 @@ def extend_mtp(
     y, latents = mixer.extend(rms_norm(x, m["mixer_norm"], eps), n_S, cache.mtp, rows_S, length_S)
     x = x + y
     return x + ffn.each(rms_norm(x, m["ffn_norm"], eps)), cache._replace(mtp=latents)
+
+
+def see(
+    config: ModelConfig, weights: Weights, patches: Shaped[Array, "B P pixels"], place: Int[Array, "B P 7"]
+) -> Float[Array, "B N D"]:
+    """Features of packed pictures, as `model.vision.Vision` gives them."""
+    return nnx.merge(_graphdefs(config)["vision"], weights.vision)(patches, place)
 
 
 def embed(config: ModelConfig, weights: Weights, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from etils import epath
 
 from trillium_moe.config import Config, check, load_config
 from trillium_moe.data.tokenizer import Tokenizer, make_tokenizer
 from trillium_moe.infer.engine import Engine, EngineConfig
+from trillium_moe.infer.pictures import Pictures, show
 from trillium_moe.infer.sampling import Sampling
 from trillium_moe.shapes import PyTree
 from trillium_moe.train import checkpoint
@@ -41,8 +43,13 @@ def load_model(workdir: epath.PathLike, step: int | None = None) -> LoadedModel:
     return LoadedModel(config, restored.step, **restored.state, tokenizer=make_tokenizer(config.data, workdir))
 
 
-def generate(model: LoadedModel, prompt: str, n_tokens: int, sampling: Sampling = Sampling()) -> str:
+def generate(
+    model: LoadedModel, prompt: str, n_tokens: int, sampling: Sampling = Sampling(), images: Sequence[Any] = ()
+) -> str:
     """Continues `prompt` by up to `n_tokens` tokens, ending early where the model ends the document.
+
+    Args:
+      images: pictures that stand before the prompt (`data.images.read_image`), as in training.
 
     Returns:
       The continuation, without the prompt.
@@ -50,15 +57,19 @@ def generate(model: LoadedModel, prompt: str, n_tokens: int, sampling: Sampling 
     Raises:
       ConfigError: for an empty prompt, `n_tokens` < 1, or a model whose router looks ahead.
     """
-    return "".join(stream_text(model, prompt, n_tokens, sampling))
+    return "".join(stream_text(model, prompt, n_tokens, sampling, images))
 
 
-def stream_text(model: LoadedModel, prompt: str, n_tokens: int, sampling: Sampling = Sampling()) -> Iterator[str]:
+def stream_text(
+    model: LoadedModel, prompt: str, n_tokens: int, sampling: Sampling = Sampling(), images: Sequence[Any] = ()
+) -> Iterator[str]:
     """`generate`, piece by piece as the text comes."""
-    ids = [int(i) for i in model.tokenizer.encode(prompt)]
+    parts = [*images, model.tokenizer.encode(prompt)]
+    ids, pictures = show(model.config, model.tokenizer.specials["<|image|>"], parts)
     stops = (model.tokenizer.eos_id,)
     text = TextStream(model.tokenizer)
-    for token in generate_ids(model.config, model.params, model.router_bias, ids, n_tokens, sampling, stops):
+    tokens = generate_ids(model.config, model.params, model.router_bias, ids, n_tokens, sampling, stops, pictures)
+    for token in tokens:
         if token not in stops and (piece := text.add([token])):
             yield piece
     yield text.end()
@@ -72,6 +83,7 @@ def generate_ids(
     n_tokens: int,
     sampling: Sampling = Sampling(),
     stops: Sequence[int] = (),
+    pictures: Pictures | None = None,
 ) -> Iterator[int]:
     """Yields up to `n_tokens` token ids after `prompt`. Token i depends on the seed and i only, not on how many follow.
 
@@ -82,7 +94,7 @@ def generate_ids(
     capacity = 1 << (len(prompt) + n_tokens - 1).bit_length()  # few shapes, few compilations
     engine = Engine(config.model, params, router_bias, EngineConfig(slots=1, capacity=capacity))
     slot = engine.open()
-    engine.extend(slot, prompt)
+    engine.extend(slot, prompt, pictures)
     engine.start(slot, n_tokens, sampling, stops)
     while engine.running:
         yield from (int(t) for t in engine.decode().tokens[slot] if t >= 0)

@@ -26,10 +26,12 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from trillium_moe.config import ConfigError, check, check_choice
+from trillium_moe.config import Config, ConfigError, check
 from trillium_moe.data.tokenizer import Tokenizer
 from trillium_moe.infer.batching import Batcher, Request
+from trillium_moe.infer.chat import chat_parts
 from trillium_moe.infer.generate import TextStream
+from trillium_moe.infer.pictures import show
 from trillium_moe.infer.sampling import Sampling
 
 _log = logging.getLogger(__name__)
@@ -160,11 +162,16 @@ _FIELDS: dict[str, tuple] = {
 COMPLETION = _FIELDS | {"prompt": ((str, list), None), "logprobs": ((int, bool), False), "echo": (bool, False, False),
                         "best_of": (int, 1, 1), "suffix": (str, "", "")}
 CHAT = _FIELDS | {"messages": (list, None), "logprobs": (bool, False), "max_completion_tokens": (int, 0)}
-ROLES = ("system", "user", "assistant", "tool")
 
 
-def parse(body: bytes, fields: dict[str, tuple], tokenizer: Tokenizer, config: ServerConfig) -> Ask:
-    """Reads a body. Raises Refused or ConfigError, which names the field, the value and the mend."""
+def parse(
+    body: bytes, fields: dict[str, tuple], tokenizer: Tokenizer, config: ServerConfig, model: Config | None = None
+) -> Ask:
+    """Reads a body. Raises Refused or ConfigError, which names the field, the value and the mend.
+
+    Args:
+      model: what the served model was trained with; None: it is not shown pictures.
+    """
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -178,10 +185,10 @@ def parse(body: bytes, fields: dict[str, tuple], tokenizer: Tokenizer, config: S
         raise Refused(404, f"model {values['model'][:64]!r} is not served; there is {config.name!r}")
     stops = [tokenizer.eos_id]
     if "messages" in fields:
-        prompt = chat_ids(tokenizer, values["messages"])
+        prompt, pictures = show(model, tokenizer.specials["<|image|>"], chat_parts(tokenizer, values["messages"]))
         stops.append(tokenizer.specials["[end_of_msg]"])
     else:
-        prompt = values["prompt"]
+        prompt, pictures = values["prompt"], None
         if isinstance(prompt, str):
             prompt = tokenizer.encode(prompt).tolist()
         check(all(type(i) is int for i in prompt), "prompt", prompt[:3], "must be a text or a list of token ids")
@@ -191,7 +198,8 @@ def parse(body: bytes, fields: dict[str, tuple], tokenizer: Tokenizer, config: S
     seed = values["seed"] if values["seed"] >= 0 else secrets.randbits(32)
     sampling = Sampling(float(values["temperature"]), values["top_k"], float(values["top_p"]), seed)
     n = values["max_tokens"] or values.get("max_completion_tokens") or config.default_tokens
-    return Ask(Request(prompt, n, sampling, stops), values["stream"], values["logprobs"] is not False, tuple(stop))
+    request = Request(prompt, n, sampling, stops, pictures=pictures)
+    return Ask(request, values["stream"], values["logprobs"] is not False, tuple(stop))
 
 
 def _field(name: str, value: Any, types: Any, default: Any, *only: Any) -> Any:
@@ -204,20 +212,6 @@ def _field(name: str, value: Any, types: Any, default: Any, *only: Any) -> Any:
     check(right, name, shown, f"must be {' or '.join({'str': 'text'}.get(t.__name__, t.__name__) for t in types)}")
     check(not only or value == only[0], name, shown, f"only {only[0] if only else ''!r} is supported")
     return value
-
-
-def chat_ids(tokenizer: Tokenizer, messages: Sequence[Any]) -> list[int]:
-    """[open] role [sep] content [end_of_msg] of every message, then the opening of the assistant's."""
-    mark = tokenizer.specials
-    text = lambda s: tokenizer.encode(s).tolist()
-    check(len(messages) > 0, "messages", [], "must hold at least one message")
-    ids = [tokenizer.bos_id]
-    for i, message in enumerate(messages):
-        ok = isinstance(message, dict) and set(message) == {"role", "content"} and isinstance(message["content"], str)
-        check(ok, f"messages[{i}]", str(message)[:64], "must be an object of role and content, both texts")
-        check_choice(f"messages[{i}].role", str(message["role"])[:64], ROLES)
-        ids += [mark["[open]"], *text(message["role"]), mark["[sep]"], *text(message["content"]), mark["[end_of_msg]"]]
-    return [*ids, mark["[open]"], *text("assistant"), mark["[sep]"]]
 
 
 class Pieces:
@@ -259,8 +253,14 @@ class Stream(StreamingResponse):
             await self.events.aclose()
 
 
-def make_app(worker: Worker, tokenizer: Tokenizer, config: ServerConfig = ServerConfig()) -> Starlette:
-    """The ASGI application: /v1/completions, /v1/chat/completions, /v1/models, /health."""
+def make_app(
+    worker: Worker, tokenizer: Tokenizer, config: ServerConfig = ServerConfig(), model: Config | None = None
+) -> Starlette:
+    """The ASGI application: /v1/completions, /v1/chat/completions, /v1/models, /health.
+
+    Args:
+      model: the config of the served model, if it may be shown pictures.
+    """
     open_requests = 0
     most = worker.batcher.engine.config.slots + config.waiting
 
@@ -345,7 +345,8 @@ def make_app(worker: Worker, tokenizer: Tokenizer, config: ServerConfig = Server
             nonlocal open_requests
             try:
                 body = await read(http)
-                ask = parse(body, fields, tokenizer, config)
+                # decoding a picture takes a while: not in the loop that serves everybody
+                ask = await asyncio.to_thread(parse, body, fields, tokenizer, config, model)
                 worker.batcher.check(ask.request)
                 if worker.failed:
                     raise Refused(500, f"the engine failed: {worker.failed}")

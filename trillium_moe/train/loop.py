@@ -29,6 +29,7 @@ from trillium_moe.config import Config, ConfigError, TrainConfig, check, load_co
 from trillium_moe.data.pipeline import make_pipeline
 from trillium_moe.data.sources import make_source, order0_entropy
 from trillium_moe.data.tokenizer import make_tokenizer
+from trillium_moe.evals import vision
 from trillium_moe.evals.churn import churn
 from trillium_moe.evals.heldout import heldout
 from trillium_moe.infer.generate import LoadedModel, generate
@@ -39,6 +40,7 @@ from trillium_moe.parallel.sharding import batch_spec, state_shardings, with_sha
 from trillium_moe.shapes import PyTree
 from trillium_moe.train import checkpoint
 from trillium_moe.train.checkpoint import NonFiniteError
+from trillium_moe.train.figures_vision import picture_plate
 from trillium_moe.train.load import alarms
 from trillium_moe.train.metrics import MetricWriter, start_fetch
 from trillium_moe.train.report import write_facts, write_report
@@ -171,6 +173,8 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
             save_config(config, workdir)  # only now that the data exist
             write_facts(workdir, config, order0_bits_per_byte=_order0(config))
     eval_step = make_eval_step(config, mesh)
+    place = lambda batch: runtime.place(batch, layout, range(rows), rows)
+    suite = vision.Suite(config, tokenizer, mesh, place) if config.images.share else None
 
     def evaluate(state) -> dict[str, float]:
         probe = []  # the experts of the first batch, which is always the same
@@ -183,7 +187,9 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
             return sums
 
         values = heldout(step, state.params, state.router_bias, iter(held), tokenizer.token_bytes,
-                         config.train.eval_batches, lambda batch: runtime.place(batch, layout, range(rows), rows))
+                         config.train.eval_batches, place)
+        if suite is not None:
+            values |= vision.as_metrics(suite(state.params, state.router_bias))
         if probe and runtime.is_main():
             values |= churn(workdir, int(state.step), jax.device_get(probe[0]))
         return values
@@ -204,6 +210,8 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
     if outcome.finished and config.train.sample_tokens and can_generate and jax.process_count() == 1:
         model = LoadedModel(config, outcome.step, outcome.state.params, outcome.state.router_bias, tokenizer)
         (epath.Path(workdir) / "sample.txt").write_text(_sample(model))
+    if suite is not None and suite.found:
+        (epath.Path(workdir) / "pictures.png").write_bytes(picture_plate(suite.said(4)))
     report = write_report(workdir)
     if progress:
         print(f"report: {report}", file=sys.stderr)

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from trillium_moe.config import Config, load_config
 from trillium_moe.train import figures
 from trillium_moe.train.counts import count_modules, human, totals
+from trillium_moe.train.figures_vision import vision_accuracy
 from trillium_moe.train.metrics import array_steps, read_arrays, read_metrics
 from trillium_moe.train.report_page import PAGE
 
@@ -67,11 +68,19 @@ CAPTIONS = {
         "The norm should settle after warm-up. Spikes that come back mean a learning rate too high or"
         " odd data. Below: the learning rate."
     ),
+    "vision": (
+        "Held-out pictures, one curve for each kind of question. Dotted: the best constant answer. Crosses: the same "
+        "questions with the pictures exchanged; above the dotted line they would mean that the text gives it away."
+    ),
+    "pictures": (
+        "What the model answered about held-out pictures at the last evaluation, token by token given the right ones "
+        "before; the right answer is in grey where they differ."
+    ),
     "speed": "Without compilation, evaluation and checkpoints. Dips are the machine, not the model.",
 }
 
 
-WIDE = ("loss", "history", "routing")  # pictures that take the page's full width
+WIDE = ("loss", "history", "routing", "vision", "pictures")  # pictures that take the page's full width
 
 
 def write_facts(workdir: epath.PathLike, config: Config, **more: Any) -> None:
@@ -111,6 +120,7 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
         "decay": figures.half_lives(arrays.get("kda/log_decay_LHK"), config),
         "optimizer": figures.optimizer(lines, config),
         "speed": figures.throughput(lines),
+        "vision": vision_accuracy(lines),
     }
     folder = workdir / "figures"
     folder.mkdir(exist_ok=True)
@@ -119,6 +129,8 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
         if figure is not None:
             shown[name] = _png(figure)
             (folder / f"{name}.png").write_bytes(shown[name])
+    if (workdir / "pictures.png").exists():  # drawn at the end of training, by the process that had the model
+        shown["pictures"] = (workdir / "pictures.png").read_bytes()
     sample = (workdir / "sample.txt").read_text() if (workdir / "sample.txt").exists() else ""
     page = workdir / "report.html"
     page.write_text(_page(config, lines, step, facts, shown, sample))
