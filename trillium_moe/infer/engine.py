@@ -171,7 +171,7 @@ class Engine:
     def _see(self, pictures: Pictures, n: int) -> tuple[np.ndarray, np.ndarray]:
         """(where features stand [n], the features there [n, D]) for the n tokens of a prompt."""
         check(self.model.vision.n_layers > 0, "model.vision.n_layers", 0, "this model was trained without pictures")
-        check(pictures.at.max() < n - 1, "prompt", "", "must hold text after the last picture: what it is asked")
+        check(int(pictures.at.max()) < n - 1, "prompt", "", "must hold text after the last picture: what it is asked")
         features = np.asarray(_features(self.model, self.weights, *pictures.padded())[0])
         where, placed = np.zeros(n, bool), np.zeros((n, features.shape[-1]), features.dtype)
         where[pictures.at], placed[pictures.at] = True, features[pictures.features]
