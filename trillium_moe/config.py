@@ -146,6 +146,8 @@ class MoEConfig:
     capacity: float = 0.0  # rows a device has room for, in even shares; 0: the worst case, nothing is ever dropped
     record: int = 0  # tokens, the batch's first, whose experts are left in the statistics of a forward pass
     balance: str = ""  # rows of a device: "" those of its experts; exact: as many on each, by replicas of busy experts
+    experts_format: str = "dense"  # routed experts in memory: dense, or mxfp4 (packed 4-bit weights; inference only)
+    quantise: str = ""  # quantisation-aware training of routed experts: "" or mxfp4 (weights MXFP4, inputs MXFP8)
     implementation: str = ""  # expert kernels: "" picks by platform, else reference | xla | pallas_gpu | pallas_tpu
     router_implementation: str = ""  # router kernel: "" by platform, else reference | xla | pallas_gpu | pallas_tpu
 
@@ -163,6 +165,8 @@ class MoEConfig:
               "must be 0 with model.moe.balance='exact', which drops nothing")
         check(self.capacity == 0 or self.capacity >= 1, "model.moe.capacity", self.capacity,
               "must be 0 (the worst case) or at least 1 (the even share)")
+        check_choice("model.moe.experts_format", self.experts_format, ("dense", "mxfp4"))
+        check_choice("model.moe.quantise", self.quantise, ("", "mxfp4"))
         check(0 <= self.load_p <= 1, "model.moe.load_p", self.load_p, "must lie in [0, 1]")
 
 
@@ -233,6 +237,11 @@ class ModelConfig:
         check_choice("model.residual", self.residual, ("block", "full", "none"))
         check_choice("model.remat", self.remat, ("block", "layer", "none"))
         check(self.n_mtp in (0, 1), "model.n_mtp", self.n_mtp, "must be 0 or 1")
+        if "mxfp4" in (self.moe.experts_format, self.moe.quantise):
+            widths = {"expert_dim": self.moe.expert_dim, "latent_dim or model.d_model": self.expert_width}
+            for name, width in widths.items():
+                check(width % 32 == 0, f"model.moe.{name}", width, "must be a multiple of 32, the group of MXFP4, with "
+                      "model.moe.quantise or experts_format mxfp4")
         bad = [i for i in self.mla_layers if i >= self.n_layers or i < -1]
         check(not bad, "model.mla_layers", self.mla_layers, f"layers {bad} do not exist; n_layers={self.n_layers}")
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.expert_ffn import pallas_gpu, pallas_tpu, reference, xla
 from pallas_kernels.expert_ffn.activation import Activation
+from pallas_kernels.mxfp4 import Packed
 
 IMPLEMENTATIONS = {
     "reference": reference.expert_ffn,
@@ -20,9 +21,9 @@ def expert_ffn(
     x_MD: Float[Array, "M D"],
     weight_M: Float[Array, " M"],
     group_sizes_G: Int[Array, " G"],
-    w_gate_GDF: Float[Array, "G D F"],
-    w_up_GDF: Float[Array, "G D F"],
-    w_down_GFD: Float[Array, "G F D"],
+    w_gate_GDF: Float[Array, "G D F"] | Packed,
+    w_up_GDF: Float[Array, "G D F"] | Packed,
+    w_down_GFD: Float[Array, "G F D"] | Packed,
     *,
     align: int,
     activation: Activation = Activation(),
@@ -37,7 +38,7 @@ def expert_ffn(
       x_MD: rows, sorted by expert.
       weight_M: factor of each row's result; a router's probability.
       group_sizes_G: rows per expert, each a multiple of `align`; their sum is at most M.
-      w_gate_GDF, w_up_GDF, w_down_GFD: matrices of each expert, rounded to x' dtype.
+      w_gate_GDF, w_up_GDF, w_down_GFD: matrices of each expert, rounded to x' dtype; or packed, without gradients.
       align: see `grouped_matmul`.
       implementation: see `pallas_kernels.dispatch`.
 

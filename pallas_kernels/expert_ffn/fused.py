@@ -7,6 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_matmul.products import gradient_of
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def ffn(products, gated, activation, x_MD, weight_M, group_sizes_G, w_gate_GDF, w_up_GDF, w_down_GFD):
@@ -34,10 +36,10 @@ def _backward(products, gated, activation, saved, d_y_MD):
     d_y_MD = d_y_MD.astype(x_MD.dtype)
     d_hidden_MF = products.rows([d_y_MD], [w_down], group_sizes_G, transposed=True)
     hidden_MF, d_gate_MF, d_up_MF, d_weight_M = _adjoint(activation, d_hidden_MF, gate_MF, up_MF, weight_M)
-    d_w_down = products.groups(hidden_MF, d_y_MD, group_sizes_G, weights[2].dtype)
+    d_w_down = gradient_of(products, weights[2], hidden_MF, d_y_MD, group_sizes_G)
     d_x_MD = products.rows([d_gate_MF, d_up_MF], [w_gate, w_up], group_sizes_G, transposed=True)
     d_w_gate, d_w_up = (
-        products.groups(x_MD, d, group_sizes_G, w.dtype) for d, w in zip((d_gate_MF, d_up_MF), weights)
+        gradient_of(products, w, x_MD, d, group_sizes_G) for d, w in zip((d_gate_MF, d_up_MF), weights)
     )
     return d_x_MD, d_weight_M, None, d_w_gate, d_w_up, d_w_down
 

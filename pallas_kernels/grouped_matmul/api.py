@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.grouped_matmul import pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.mxfp4 import Packed
 
 IMPLEMENTATIONS = {
     "reference": reference.grouped_matmul,
@@ -17,7 +18,7 @@ IMPLEMENTATIONS = {
 
 def grouped_matmul(
     lhs_MK: Float[Array, "M K"],
-    rhs_GKN: Float[Array, "G K N"],
+    rhs_GKN: Float[Array, "G K N"] | Packed,
     group_sizes_G: Int[Array, " G"],
     *,
     align: int,
@@ -30,7 +31,8 @@ def grouped_matmul(
 
     Args:
       lhs_MK: rows, sorted by group.
-      rhs_GKN: one matrix per group, rounded to lhs' dtype; its gradient has the dtype given.
+      rhs_GKN: one matrix per group, rounded to lhs' dtype; its gradient has the dtype given. Packed matrices are
+        unpacked where they are multiplied and have no gradient.
       group_sizes_G: rows per group, each a multiple of `align`; their sum is at most M.
       align: the promised divisor of every group size, so that no block of `align` rows straddles two groups.
       implementation: see `pallas_kernels.dispatch`.

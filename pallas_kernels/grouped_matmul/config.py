@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
+from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles
 
 # rows, transposed: products over rows; groups: over the rows of each group; gated: two products over rows at once.
 _GPU_DEFAULT = {
@@ -51,3 +52,11 @@ def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int) -> Tiles:
     if product != "groups" or K % 128 == 0:
         return Tiles(m=64, n=n)
     return Tiles(m=64, n=min(n, 128), consumers=1, streams=2)
+
+
+def packed_tiles(M: int, G: int, K: int, N: int) -> PackedTiles:
+    """Sizes for G MXFP4 matrices [K, N], multiples of 64, and M rows in all: a group's rows in one tile where possible."""
+    rows = next((r for r in (8, 16, 32, 64) if r * G >= M), 128)
+    most = 4 if rows <= 32 else 2
+    steps = next(s for s in (4, 2, 1) if s <= most and K % (64 * s) == 0)
+    return PackedTiles(rows, steps, consumers=2 if N % 128 == 0 else 1)

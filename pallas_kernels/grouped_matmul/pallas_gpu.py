@@ -11,18 +11,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import is_hopper, target
-from pallas_kernels.grouped_matmul.config import gpu_tiles
+from pallas_kernels.grouped_matmul.config import gpu_tiles, packed_tiles
 from pallas_kernels.grouped_matmul.gpu_kernel import (
     PEER,
     ROWS,
     STEP,
     Tiles,
     copy_to_cluster,
+    multiprocessors,
     run_tiles,
     store_tile,
     workers,
 )
+from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles, packed_product
 from pallas_kernels.grouped_matmul.products import grouped
+from pallas_kernels.grouped_matmul.xla import XlaProducts
+from pallas_kernels.mxfp4 import Packed
 
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a vector over the rows of a tile
 
@@ -33,7 +37,10 @@ def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
     Raises:
       NotImplementedError: anything but bfloat16 rows in groups of eights, K and N multiples of 64, on Hopper.
     """
-    return grouped(products(lhs_MK, rhs_GKN.shape[1:], align), lhs_MK, rhs_GKN, group_sizes_G)
+    chosen = products(lhs_MK, rhs_GKN.shape[1:], align)
+    if isinstance(rhs_GKN, Packed):
+        chosen = PackedProducts(align)
+    return grouped(chosen, lhs_MK, rhs_GKN, group_sizes_G)
 
 
 def products(lhs_MK, widths: tuple[int, ...], align: int) -> GpuProducts:
@@ -63,6 +70,25 @@ class GpuProducts:
     def groups(self, lhs_MK, d_MN, group_sizes_G, dtype):
         (M, K), N, G = lhs_MK.shape, d_MN.shape[1], group_sizes_G.shape[0]
         return groups_product(lhs_MK, d_MN, group_sizes_G, gpu_tiles(self.kind, "groups", M, G, K, N), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedProducts(XlaProducts):
+    """`products.Products` of MXFP4 matrices. Those for the gradient of lhs are XLA's."""
+
+    def rows(self, lhs, rhs, group_sizes_G, transposed=False):
+        if transposed:
+            return super().rows(lhs, rhs, group_sizes_G, transposed)
+        return sum(packed_rows(x, w, group_sizes_G) for x, w in zip(lhs, rhs))
+
+
+def packed_rows(lhs_MK, rhs_GKN: Packed, group_sizes_G, tiles: PackedTiles | None = None):
+    """lhs [M, K] times packed matrices, by groups of rows: [M, N]."""
+    (M, K), (G, _, N) = lhs_MK.shape, rhs_GKN.shape
+    tiles = tiles or packed_tiles(M, G, K, N)
+    columns = N // (tiles.consumers * 64)
+    count, table = row_tiles(group_sizes_G, M, columns, tiles, multiprocessors())
+    return packed_product(lhs_MK, rhs_GKN.codes, rhs_GKN.scales, count, table, tiles).T
 
 
 def row_tiles(group_sizes_G, M: int, columns: int, tiles: Tiles, workers: int):

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import target
-from pallas_kernels.grouped_matmul.products import grouped
+from pallas_kernels.grouped_matmul.products import grouped, refuse_packed
 
 LANES = 128
 VMEM = 32 * 2**20  # bytes that every TPU since v5 has for a kernel
@@ -30,6 +30,7 @@ def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
     Raises:
       NotImplementedError: no TPU, no float32 or bfloat16, or K or N is not a multiple of 128.
     """
+    refuse_packed(rhs_GKN)
     return grouped(products(lhs_MK, rhs_GKN.shape[1:]), lhs_MK, rhs_GKN, group_sizes_G)
 
 

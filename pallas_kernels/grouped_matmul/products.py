@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 
 import jax
 
+from pallas_kernels.mxfp4 import Packed
+
 
 @runtime_checkable
 class Products(Protocol):
@@ -15,6 +17,7 @@ class Products(Protocol):
     def rows(self, lhs, rhs, group_sizes_G, transposed=False):
         """Sum over i of lhs[i] [M, K_i] times rhs[i] [G, K_i, N], or [G, N, K_i] transposed, by groups: [M, N].
 
+        rhs may be packed if the implementation's function takes that.
         Rows past the last group are zero, whatever lhs holds there.
         """
 
@@ -35,7 +38,20 @@ def _forward(products, *args):
 def _backward(products, saved, d_MN):
     lhs_MK, rhs_GKN, group_sizes_G = saved
     d_lhs_MK = products.rows([d_MN], [rhs_GKN.astype(lhs_MK.dtype)], group_sizes_G, transposed=True)
-    return d_lhs_MK, products.groups(lhs_MK, d_MN, group_sizes_G, rhs_GKN.dtype), None
+    return d_lhs_MK, gradient_of(products, rhs_GKN, lhs_MK, d_MN, group_sizes_G), None
+
+
+def refuse_packed(*matrices) -> None:
+    """Raises NotImplementedError if any of them is packed."""
+    if any(isinstance(x, Packed) for x in matrices):
+        raise NotImplementedError("MXFP4 matrices; implementation xla multiplies them")
+
+
+def gradient_of(products: Products, rhs_GKN, lhs_MK, d_MN, group_sizes_G):
+    """Of the matrices, in their dtype; packed ones have none."""
+    if isinstance(rhs_GKN, Packed):
+        return None
+    return products.groups(lhs_MK, d_MN, group_sizes_G, rhs_GKN.dtype)
 
 
 grouped.defvjp(_forward, _backward)

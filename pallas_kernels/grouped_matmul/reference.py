@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mxfp4 import Packed
+
 
 def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
     group_M = jnp.searchsorted(jnp.cumsum(group_sizes_G), jnp.arange(lhs_MK.shape[0]), side="right")
+    rhs_GKN = rhs_GKN.unpack(lhs_MK.dtype) if isinstance(rhs_GKN, Packed) else rhs_GKN
     rhs_MKN = jnp.take(rhs_GKN, group_M, axis=0, mode="fill", fill_value=0)
     lhs_MK = jnp.where((group_M < rhs_GKN.shape[0])[:, None], lhs_MK, 0)
     wide = jnp.promote_types(lhs_MK.dtype, jnp.float32)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.products import grouped
+from pallas_kernels.mxfp4 import Packed
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -32,10 +33,25 @@ class XlaProducts:
         M, dtype, G = lhs[0].shape[0], lhs[0].dtype, rhs[0].shape[0]
         wide, group_B = jnp.promote_types(dtype, jnp.float32), self._group(M, group_sizes_G)
         spec = "bck,bfk->bcf" if transposed else "bck,bkf->bcf"
-        take = lambda rhs_GKN: jnp.take(rhs_GKN, group_B, axis=0, mode="clip")
-        products = [_dot(spec, self._split(x), take(y), preferred_element_type=wide) for x, y in zip(lhs, rhs)]
+        if isinstance(rhs[0], Packed):
+            products = [self._unpacked(x, y, group_B, transposed) for x, y in zip(lhs, rhs)]
+        else:
+            take = lambda rhs_GKN: jnp.take(rhs_GKN, group_B, axis=0, mode="clip")
+            products = [_dot(spec, self._split(x), take(y), preferred_element_type=wide) for x, y in zip(lhs, rhs)]
         out = jnp.where((group_B < G)[:, None, None], sum(products[1:], products[0]), 0)
         return out.reshape(M, -1).astype(dtype)
+
+    def _unpacked(self, lhs_MK, rhs_GKN, group_B, transposed):
+        """Products of blocks of rows, [B, C, N], one after the other: one matrix is unpacked at a time."""
+        wide = jnp.promote_types(lhs_MK.dtype, jnp.float32)
+        spec = "ck,fk->cf" if transposed else "ck,kf->cf"
+
+        def block(args):
+            x_CK, group = args
+            one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, group, 0, keepdims=False), rhs_GKN)
+            return _dot(spec, x_CK, one.unpack(lhs_MK.dtype), preferred_element_type=wide)
+
+        return jax.lax.map(block, (self._split(lhs_MK), group_B))
 
     def groups(self, lhs_MK, d_MN, group_sizes_G, dtype):
         group_B = self._group(lhs_MK.shape[0], group_sizes_G)

@@ -11,7 +11,7 @@ from flax import nnx
 from pallas_kernels.kda import log_decay, unit
 from tests import goldens
 from trillium_moe.config import DtypeConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
-from trillium_moe.interop import hf
+from trillium_moe.interop import hf, layout
 from trillium_moe.model import experts, moe
 from trillium_moe.model.attn_res import read
 from trillium_moe.model.context import Context
@@ -25,24 +25,16 @@ F64 = DtypeConfig("float64", "float64", "float64")
 F32 = DtypeConfig(compute="float32")
 
 
-class Weights(hf.Tensors):
-    """One layer's tensors, prefixed as in a checkpoint."""
-
-    def __init__(self, tensors):
-        self.where, self.left, self.missing = tensors, set(), []
-
-    def take(self, name):
-        return self.where[name]
-
-
-def from_golden(module, kind, tensors):
-    """A module with the weights of a golden layer."""
+def from_golden(module, config, kind, tensors):
+    """A module with the weights of a golden layer, by their names below the layer."""
+    values = {}
+    for stored in layout.tensors(config, layout.K3):
+        name = stored.name.partition(f"layers.{config.mixers.index(kind)}.")[2]
+        if name in tensors:
+            values |= {path: value for (path, _), value in goldens.pieces(stored, tensors[name]).items()}
     graphdef, state = nnx.split(module)
-    filled = []
-    for path, v in nnx.to_flat_state(state):
-        value = hf.layer_parameter(Weights(tensors), "", kind, ".".join(path), v.shape)
-        filled.append((path, v.replace(jnp.asarray(value.astype(np.float64), v.dtype))))
-    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+    fill = lambda path, v: v.replace(jnp.asarray(values[kind, *path].astype(np.float64), v.dtype))
+    return nnx.merge(graphdef, nnx.map_state(fill, state))
 
 
 @pytest.mark.parametrize("tag", ["k3", "kimi_linear"])
@@ -57,7 +49,7 @@ def test_golden_mla_with_packed_documents(tag):
             n_heads=own["heads"], q_lora_rank=own["q_lora_rank"] or 0, kv_lora_rank=meta["kv_lora_rank"],
             nope_dim=meta["qk_nope_head_dim"], rope_dim=meta["qk_rope_head_dim"], v_dim=meta["v_head_dim"],
             gate="full" if own["output_gate"] else "none"))
-        layer = from_golden(MLA(config, rngs=nnx.Rngs(0)), "mla", weights)
+        layer = from_golden(MLA(config, rngs=nnx.Rngs(0)), config, "mla", weights)
         x = jnp.asarray(data[f"{tag}.x"], jnp.float64)
         ids = jnp.asarray(np.searchsorted(data["cu_seqlens"], np.arange(x.shape[1]), side="right"))[None]
         graphdef, params = nnx.split(layer)
@@ -77,7 +69,7 @@ def test_golden_kda_layer_internals():
     with jax.enable_x64(True):
         config = dataclasses.replace(hf.read_config(goldens.ROOT / name, F64))
         weights = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        layer = from_golden(KDA(config, rngs=nnx.Rngs(0)), "kda", weights)
+        layer = from_golden(KDA(config, rngs=nnx.Rngs(0)), config, "kda", weights)
         x = jnp.asarray(ref["kda.in.4"], jnp.float64)
         y, aux = layer(x, Context())
         assert goldens.error(y, ref["kda.out.4"]) < 1e-6

@@ -9,10 +9,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import is_hopper, target
 from pallas_kernels.expert_ffn import Activation, expert_ffn
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.mxfp4 import Packed
 from trillium_moe.config import ModelConfig
+from trillium_moe.model.ffn import activate
+from trillium_moe.model.params import wide
 from trillium_moe.model.permute import dispatch, gather_sum, plan
+from trillium_moe.model.quantise import mxfp8
 from trillium_moe.shapes import Array, Float, Int
 
+Matrices = Float[Array, "E _ _"] | Packed  # of all experts
 ROWS = "expert_rows"  # the tokens' copies, one per expert of a token: not kept for the backward pass, gathered again
 BLOCK = 64  # rows that XLA multiplies as one block
 
@@ -32,19 +38,27 @@ def ffn(
     z_RL: Float[Array, "R L"],
     weight_R: Float[Array, " R"],
     sizes_E: Int[Array, " E"],
-    w_gate: Float[Array, "E L F"],
-    w_up: Float[Array, "E L F"],
-    w_down: Float[Array, "E F L"],
+    w_gate: Float[Array, "E L F"] | Packed,
+    w_up: Float[Array, "E L F"] | Packed,
+    w_down: Float[Array, "E F L"] | Packed,
 ) -> Float[Array, "R L"]:
     """weight_r E(z_r) of every row; rows by expert, as `permute.plan` places them for `alignment(config)`."""
+    w_gate, w_up, w_down = (w.astype(z_RL.dtype) for w in (w_gate, w_up, w_down))
+    how = {"align": alignment(config), "implementation": config.moe.implementation or None}
+    if config.moe.quantise:  # the activation is rounded before its row's weight multiplies: decoding weighs later
+        product = lambda x, w: grouped_matmul(x, w, sizes_E, **how)
+        z_RL = mxfp8(z_RL)
+        hidden_RF = mxfp8(activate(config, product(z_RL, w_gate), product(z_RL, w_up)))
+        return (weight_R[:, None] * wide(product(hidden_RF, w_down))).astype(z_RL.dtype)
     return expert_ffn(
         z_RL,
         weight_R,
         sizes_E,
-        *(w.astype(z_RL.dtype) for w in (w_gate, w_up, w_down)),
-        align=alignment(config),
+        w_gate,
+        w_up,
+        w_down,
         activation=Activation(config.activation, float(config.situ_beta), float(config.situ_linear_beta)),
-        implementation=config.moe.implementation or None,
+        **how,
     )
 
 
@@ -53,7 +67,7 @@ def mixture(
     z_ML: Float[Array, "M L"],
     experts_MK: Int[Array, "M k"],
     p_MK: Float[Array, "M k"],
-    *weights: Float[Array, "E _ _"],
+    *weights: Matrices,
 ) -> Float[Array, "M L"]:
     """sum_j p_j E_j(z) of every token, at least float32.
 

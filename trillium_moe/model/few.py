@@ -13,30 +13,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mxfp4 import Packed
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.ffn import activate
 from trillium_moe.model.params import wide
+from trillium_moe.model.quantise import mxfp8
 from trillium_moe.shapes import Array, Float, Int
 
 # Tokens up to which reading all experts takes longer than multiplying them: 790 TFLOP/s over 4.3 TB/s is 184.
 DENSE_TOKENS = 256
 
-Weights = tuple[Array, Array, Array]  # w_gate, w_up [E, L, F], w_down [E, F, L]
+Weights = tuple[Array | Packed, Array | Packed, Array | Packed]  # w_gate, w_up [E, L, F], w_down [E, F, L]
 
 
-def variant(n_tokens: int, k: int, n_experts: int, gather: bool = True) -> str:
-    """gathered, dense or grouped (rows sorted by expert). gather=False where experts are on several devices."""
+def variant(n_tokens: int, k: int, n_experts: int, gather: bool = True, packed: bool = False) -> str:
+    """gathered, dense or grouped (rows sorted by expert). gather=False where experts are on several devices.
+
+    packed: the weights are MXFP4. Dense would unpack all experts of a layer at once, so it is grouped instead.
+    """
     if gather and 2 * n_tokens * k <= n_experts:
         return "gathered"
-    return "dense" if n_tokens <= DENSE_TOKENS else "grouped"
+    return "dense" if n_tokens <= DENSE_TOKENS and not packed else "grouped"
 
 
 def gathered(
     config: ModelConfig, z_ML: Float[Array, "M L"], p_MK: Float[Array, "M k"], experts_MK: Int[Array, "M k"], w: Weights
 ) -> Float[Array, "M L"]:
     """sum_j p_j E_j(z), at least float32, by the weights of every choice."""
-    w_gate, w_up, w_down = (jnp.take(x, experts_MK, axis=0).astype(z_ML.dtype) for x in w)
-    hidden = activate(config, *(jnp.einsum("ml,mklf->mkf", z_ML, x) for x in (w_gate, w_up)))
+    w_gate, w_up, w_down = (_unpacked(jax.tree.map(lambda a: jnp.take(a, experts_MK, axis=0), x), z_ML) for x in w)
+    inputs = mxfp8 if config.moe.quantise else lambda x: x
+    z_ML = inputs(z_ML)
+    hidden = inputs(activate(config, *(jnp.einsum("ml,mklf->mkf", z_ML, x) for x in (w_gate, w_up))))
     return jnp.einsum("mkl,mk->ml", wide(jnp.einsum("mkf,mkfl->mkl", hidden, w_down)), wide(p_MK))
 
 
@@ -44,10 +51,17 @@ def dense(
     config: ModelConfig, z_ML: Float[Array, "M L"], p_MK: Float[Array, "M k"], experts_MK: Int[Array, "M k"], w: Weights
 ) -> Float[Array, "M L"]:
     """sum_j p_j E_j(z), at least float32, by every expert for every token."""
-    w_gate, w_up, w_down = (x.astype(z_ML.dtype) for x in w)
+    w_gate, w_up, w_down = (_unpacked(x, z_ML) for x in w)
     E = w_gate.shape[0]
-    hidden = activate(config, *(jnp.einsum("ml,elf->emf", z_ML, x) for x in (w_gate, w_up)))
+    inputs = mxfp8 if config.moe.quantise else lambda x: x
+    z_ML = inputs(z_ML)
+    hidden = inputs(activate(config, *(jnp.einsum("ml,elf->emf", z_ML, x) for x in (w_gate, w_up))))
     y_EML = jnp.einsum("emf,efl->eml", hidden, w_down)
     p_ME = jnp.einsum("mk,mke->me", wide(p_MK), jax.nn.one_hot(experts_MK, E, dtype=wide(p_MK).dtype),
                       precision=jax.lax.Precision.HIGHEST)
     return jnp.einsum("eml,me->ml", wide(y_EML), p_ME, precision=jax.lax.Precision.HIGHEST)
+
+
+def _unpacked(w, x):
+    """Matrices in x's dtype."""
+    return w.unpack(x.dtype) if isinstance(w, Packed) else w.astype(x.dtype)

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.mxfp4 import GROUP, Packed
 from pallas_kernels.router import router as route
 from trillium_moe.config import ModelConfig
 from trillium_moe.model import few, router
 from trillium_moe.model.context import Context
-from trillium_moe.model.experts import alignment, ffn
+from trillium_moe.model.experts import Matrices, alignment, ffn
 from trillium_moe.model.ffn import DenseFFN
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import RouterBias, linear, normal, ones, param, wide
+from trillium_moe.model.params import RouterBias, linear, normal, ones, param, wide, zeros
 from trillium_moe.model.permute import dispatch, plan
+from trillium_moe.model.quantise import mxfp4_weights
 from trillium_moe.parallel import expert
 from trillium_moe.parallel.manual import layout
 from trillium_moe.shapes import Array, Float
@@ -38,9 +40,14 @@ class MoE(nnx.Module):
             if c.latent_norm:
                 self.norm = param(rngs, (R,), ("latent",), dtype, ones)
             self.up = weight((R, D), ("latent", "embed"))
-        self.w_gate = weight((E, R, F), ("experts", width, "expert_mlp"))
-        self.w_up = weight((E, R, F), ("experts", width, "expert_mlp"))
-        self.w_down = weight((E, F, R), ("experts", "expert_mlp", width))
+        for name, inner, outer in (("w_gate", R, F), ("w_up", R, F), ("w_down", F, R)):
+            axes = (width, "expert_mlp") if name != "w_down" else ("expert_mlp", width)
+            if c.experts_format == "dense":
+                setattr(self, name, weight((E, inner, outer), ("experts", *axes)))
+            else:  # as `pallas_kernels.mxfp4.Packed` holds them
+                byte = lambda shape, axes: param(rngs, (E, *shape), ("experts", *axes), "uint8", zeros)
+                setattr(self, f"{name}_codes", byte((outer, inner // 2), axes[::-1]))
+                setattr(self, f"{name}_scales", byte((inner // GROUP, outer), axes))
         if c.n_shared:
             self.shared = DenseFFN(config, c.n_shared * F, rngs=rngs)
 
@@ -49,8 +56,13 @@ class MoE(nnx.Module):
         x = wide(x_MD)
         return jax.nn.sigmoid(jnp.dot(x, self.router.astype(x.dtype), precision=jax.lax.Precision.HIGHEST))
 
-    def weights(self) -> tuple[Array, Array, Array]:
-        return self.w_gate[...], self.w_up[...], self.w_down[...]
+    def weights(self) -> tuple[Matrices, Matrices, Matrices]:
+        """w_gate, w_up [E, L, F] and w_down [E, F, L], as the config has them multiplied: packed or quantised, too."""
+        names = ("w_gate", "w_up", "w_down")
+        if self.config.moe.experts_format == "mxfp4":
+            return tuple(Packed(*(getattr(self, f"{n}_{part}")[...] for part in ("codes", "scales"))) for n in names)
+        weights = (getattr(self, n)[...] for n in names)
+        return tuple(map(mxfp4_weights, weights) if self.config.moe.quantise else weights)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
         c, (B, T, D) = self.config.moe, x_BTD.shape
@@ -87,7 +99,8 @@ class MoE(nnx.Module):
         c, (B, T, D) = self.config.moe, x_BTD.shape
         where = layout(B, T)
         # experts cut over devices stay where they are: every device runs its own for all tokens
-        how = few.variant(B * T, c.k, c.n_experts, gather=where is None)
+        how = few.variant(B * T, c.k, c.n_experts, gather=where is None,
+                          packed=c.experts_format == "mxfp4")
         x = x_BTD if where and how == "grouped" else x_BTD.reshape(-1, D)
         scores, bias = self.scores(x), self.bias[...]
         z = linear(x, self.down) if c.latent_dim else x

@@ -19,9 +19,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mxfp4 import Packed
 from pallas_kernels.router import router
 from trillium_moe.config import ModelConfig, MoEConfig
-from trillium_moe.model.experts import alignment, ffn, mixture
+from trillium_moe.model.experts import Matrices, alignment, ffn, mixture
 from trillium_moe.model.permute import dispatch, gather_sum, plan
 from trillium_moe.parallel.balance import replicate
 from trillium_moe.parallel.manual import Layout
@@ -101,7 +102,7 @@ def mix(
     z: Array,
     experts: Array,
     p: Array,
-    weights: tuple[Array, Array, Array],
+    weights: tuple[Matrices, Matrices, Matrices],
 ) -> tuple[Array, dict]:
     """sum_j p_j E_j(z) of every token, at least float32.
 
@@ -139,6 +140,8 @@ def mix(
 
     own = AXIS if R > 1 else None
     tokens, w_in, w_out = where.tokens(), jax.P(own, None, model), jax.P(own, model, None)
+    if c.experts_format == "mxfp4":
+        w_in, w_out = Packed(w_out, w_in), Packed(w_in, w_out)
     # the weights travel to their shards in the compute dtype
     weights = tuple(w.astype(z.dtype) for w in weights)
     run = where.shard(shard, (tokens, tokens, tokens, w_in, w_in, w_out), (tokens, _per_shard(where)))
@@ -146,7 +149,7 @@ def mix(
 
 
 def exchanged(
-    config: ModelConfig, platform: str, z_ML: Array, experts_MK: Array, p_MK: Array, *weights: Array
+    config: ModelConfig, platform: str, z_ML: Array, experts_MK: Array, p_MK: Array, *weights: Matrices
 ) -> tuple[Float[Array, "M L"], Int[Array, ""]]:
     """`mix` of one device's tokens with its experts [E / R, ..], and how many pairs were dropped. Inside a shard."""
     c = config.moe
@@ -157,7 +160,7 @@ def exchanged(
         count_E = jnp.zeros(n_experts, jnp.int32).at[expert_A].add(1)
         expert_A, donors = replicate(jax.lax.all_gather(count_E, AXIS), expert_A, jax.lax.axis_index(AXIS))
         n_experts *= 2
-        weights = tuple(with_replicas(w, donors, updates) for w in weights)
+        weights = jax.tree.map(lambda w: with_replicas(w, donors, updates), weights)
     route = transport(c, updates, expert_A, n_experts)
     slot, source, sizes = plan(route.expert_Q, weights[0].shape[0], alignment(config), route.place_Q)
     there = lambda x_ML, k: dispatch(route.send(dispatch(x_ML, route.slot_A, route.source_R, k)), slot, source, 1)
