@@ -55,7 +55,7 @@ def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int) -> Tiles:
 
 
 def packed_tiles(M: int, G: int, K: int, N: int) -> PackedTiles:
-    """Sizes for G MXFP4 matrices [K, N], multiples of 64, and M rows in all: a group's rows in one tile where possible."""
+    """Sizes for G MXFP4 matrices [K, N], multiples of 64, and M rows in all: a group's rows in one tile if possible."""
     rows = next((r for r in (8, 16, 32, 64) if r * G >= M), 128)
     most = 4 if rows <= 32 else 2
     steps = next(s for s in (4, 2, 1) if s <= most and K % (64 * s) == 0)

@@ -1,11 +1,11 @@
 """The Hopper kernel for MXFP4 matrices: codes are unpacked in registers, on their way from shared memory to the tensor
 cores.
 
-The matrices are the left operand, [64 columns of a matrix, K] in registers, and rows of lhs the right one, so a group of
-8 rows costs 8 rows, and the result comes out transposed. A producer warpgroup feeds codes, scales and rows by TMA into
-a ring; each consumer warpgroup has 64 columns of its own. What a thread loads at once, 8 bytes of codes, is 16
-neighbours in K, which one scale covers; where they then lie in the wgmma operand is undone by the order of lhs' columns
-(`interleave`).
+The matrices are the left operand, [64 columns of a matrix, K] in registers, and rows of lhs the right one, so a group
+of 8 rows costs 8 rows, and the result comes out transposed. A producer warpgroup feeds codes, scales and rows by TMA
+into a ring; each consumer warpgroup has 64 columns of its own. What a thread loads at once, 8 bytes of codes, is 16
+neighbours in K, which one scale covers; where they then lie in the wgmma operand is undone by the order of lhs'
+columns (`interleave`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,61 @@
+"""Log-probabilities of sampled tokens: as sampled from the cache, against the forward pass of training.
+
+  python -m benchmarks.logprob_gap --workdir=runs/a,runs/b [--requests=16 --tokens=128]
+
+Both in the run's own dtypes. What differs is the order of sums and, in bfloat16, where it rounds; quantised experts
+(model.moe.quantise) must not add to it.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trillium_moe.infer.batching import Batcher, Request
+from trillium_moe.infer.engine import Engine, EngineConfig
+from trillium_moe.infer.generate import load_model
+from trillium_moe.infer.sampling import Sampling
+from trillium_moe.train.state import model_def
+
+PROMPT = "def main(arguments):\n    "
+
+
+def gap(workdir: str, n: int, tokens: int) -> np.ndarray:
+    """|sampled - trained| log-probability of every sampled token."""
+    model = load_model(workdir)
+    prompt = model.tokenizer.encode(PROMPT).tolist()
+    length = -(-(len(prompt) + tokens) // 64) * 64
+    engine = Engine(model.config.model, model.params, model.router_bias, EngineConfig(slots=n, capacity=length))
+    batcher = Batcher(engine)
+    requests = [batcher.submit(Request(prompt, tokens, Sampling(1.0, seed=i))) for i in range(n)]
+    batcher.run()
+    graphdef = model_def(model.config.model)[0]
+
+    @jax.jit
+    def forward(params, bias, tokens_BT):
+        logits, _ = nnx.merge(graphdef, params, bias)(tokens_BT)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens_BT[:, 1:, None], axis=-1)[..., 0]
+
+    text = np.zeros((n, length), np.int32)
+    for row, request in zip(text, requests):
+        row[: len(prompt) + tokens] = [*prompt, *request.tokens]
+    trained = np.asarray(forward(model.params, model.router_bias, text))[:, len(prompt) - 1 :][:, :tokens]
+    return np.abs(trained - np.array([request.logprobs for request in requests]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workdir", required=True, help="run directories, comma separated")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128)
+    args = parser.parse_args()
+    for workdir in args.workdir.split(","):
+        found = gap(workdir, args.requests, args.tokens)
+        print(f"{workdir}: {found.size} tokens, |difference| mean {found.mean():.2e}, 99th percentile "
+              f"{np.quantile(found, 0.99):.2e}, largest {found.max():.2e} nats", flush=True)
+
+
+if __name__ == "__main__":
+    main()
