@@ -1,4 +1,4 @@
-"""An exported Kimi-Linear checkpoint in Hugging Face's own code. Skipped without torch or a transformers that has it."""
+"""An exported Kimi-Linear checkpoint in Hugging Face's code. Skipped without torch or a transformers that has it."""
 
 import numpy as np
 import pytest

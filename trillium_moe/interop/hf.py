@@ -118,8 +118,8 @@ def load(
       experts_format: mxfp4 keeps routed experts packed (the checkpoint's must be), for inference.
 
     Raises:
-      ConfigError: unknown architecture, a damaged file, or tensors missing, unexpected or of a wrong shape or dtype, all
-        of them listed.
+      ConfigError: unknown architecture, a damaged file, or tensors that are missing, unexpected or of a wrong shape or
+        dtype, all of them listed.
     """
     config, _, sources = open_checkpoint(directory, dtypes, experts_format)
     known = layout.parameters(config)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from trillium_moe.config import Config, ModelConfig
+from trillium_moe.config import Config, ModelConfig, check
 from trillium_moe.model.params import RouterBias
 from trillium_moe.model.trillium import Trillium
 from trillium_moe.optim import make_optimizer
@@ -61,7 +61,9 @@ def abstract_state(config: Config) -> TrainState:
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
-    """The optimizer of the run."""
+    """The optimizer of the run. Raises ConfigError for weights that no optimizer can change."""
+    check(config.model.moe.experts_format == "dense", "model.moe.experts_format", config.model.moe.experts_format,
+          "packed experts cannot be trained; train dense ones, with model.moe.quantise='mxfp4'")
     return make_optimizer(config.optim, config.train.steps, model_def(config.model)[1])
 
 
