@@ -118,7 +118,7 @@ def test_gaps_overlaps_and_repeated_names_are_refused(tmp_path):
             parse_header(text, 6, path)
 
 
-@given(st.binary(max_size=60), st.integers(0, 2**16), st.integers(0, 300))
+@given(noise=st.binary(max_size=60), at=st.integers(0, 2**16), cut=st.integers(0, 300))
 @settings(max_examples=150, deadline=None)
 def test_no_damage_goes_unseen_or_beyond_one_error(noise, at, cut, tmp_path_factory):
     """Whatever is overwritten or cut off, a file is read as tensors of the right sizes or refused in one line."""
@@ -177,5 +177,5 @@ def test_pickles_are_refused_unopened(one, name):
     (one / name).write_bytes(pickle.dumps(Bomb()))
     refused(one, name, "never opened")
     (one / name).rename(one / "model.safetensors")
-    refused(one, "not a safetensors file")
+    refused(one, "is pickled")
     assert not (one / "exploded").exists()
