@@ -272,7 +272,7 @@ class DataConfig:
     source: str = "stdlib"  # stdlib: the running Python's own library source; text | arrayrecord | parquet: `path`
     path: str = ""  # file glob of the source, comma separated; not used by stdlib
     text_key: str = "text"  # column or JSON field that holds the text (parquet, arrayrecord)
-    tokenizer: str = "byte"  # byte, bpe (trained on the source into the run directory), or a tokenizer.json
+    tokenizer: str = "byte"  # byte, bpe (trained on the source), or a tokenizer.json, tiktoken file or checkpoint
     bpe_vocab: int = 4096  # vocabulary of the trained BPE
     seq_len: int = 512  # tokens per row, the context window
     batch_size: int = 8  # rows per optimizer step, over all devices and micro-batches

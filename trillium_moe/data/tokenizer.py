@@ -16,6 +16,7 @@ import numpy as np
 from etils import epath
 
 from trillium_moe.config import ConfigError, DataConfig, check
+from trillium_moe.data.chat import ChatFormat
 from trillium_moe.data.packing import permute
 from trillium_moe.data.sources import Source, make_source
 from trillium_moe.shapes import Int
@@ -49,6 +50,12 @@ class Tokenizer:
     specials: dict[str, int]
     token_bytes: Int[np.ndarray, "vocab"]
     fingerprint: str
+    chat: ChatFormat = ChatFormat()
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of all special tokens by name; a `ChatFormat` is written in these."""
+        return self.specials
 
     @property
     def pad_id(self) -> int:
@@ -100,6 +107,21 @@ class ByteTokenizer(Tokenizer):
         return ids[ids < 256].astype(np.uint8).tobytes()
 
 
+def read_backend(path: epath.PathLike) -> Any:
+    """A `tokenizers.Tokenizer` from a byte-level tokenizer.json. Raises ConfigError for anything else."""
+    from tokenizers import Tokenizer as Backend
+
+    path = epath.Path(path).expanduser()
+    check(path.exists(), "data.tokenizer", str(path), "no such file; use byte, bpe or the path of a tokenizer.json")
+    try:
+        backend = Backend.from_str(path.read_text())
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ConfigError(f"config data.tokenizer={str(path)!r}: not a tokenizer.json ({error})") from None
+    check("ByteLevel" in json.dumps(json.loads(backend.to_str())["decoder"]), "data.tokenizer", str(path),
+          "not byte-level, so bytes per token would not be exact; use a byte-level BPE (as GPT-2, Llama 3, Qwen)")
+    return backend
+
+
 class BPETokenizer(Tokenizer):
     """Byte-level BPE from a `tokenizer.json`. Special tokens that the file lacks get ids after its own.
 
@@ -109,19 +131,16 @@ class BPETokenizer(Tokenizer):
     """
 
     def __init__(self, path: epath.PathLike):
-        from tokenizers import Tokenizer as Backend
+        self._take(read_backend(path), {}, add=True)
+
+    def _take(self, backend: Any, given: dict[str, str], add: bool) -> None:
+        """Encodes with `backend`. given: names of SPECIALS in it; add: give an id to those that it lacks."""
         from tokenizers import pre_tokenizers
 
-        path = epath.Path(path).expanduser()
-        check(path.exists(), "data.tokenizer", str(path), "no such file; use byte, bpe or the path of a tokenizer.json")
-        try:
-            backend = Backend.from_str(path.read_text())
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ConfigError(f"config data.tokenizer={str(path)!r}: not a tokenizer.json ({error})") from None
-        check("ByteLevel" in json.dumps(json.loads(backend.to_str())["decoder"]), "data.tokenizer", str(path),
-              "not byte-level, so bytes per token would not be exact; use a byte-level BPE (as GPT-2, Llama 3, Qwen)")
         known = backend.get_vocab(with_added_tokens=True)
-        names = {s: next((a for a in (s, *_ALIASES.get(s, ())) if a in known), s) for s in SPECIALS}
+        names = {s: next((a for a in (s, *_ALIASES.get(s, ())) if a in known), s) for s in SPECIALS} | given
+        if not add:
+            names = {s: name for s, name in names.items() if name in known}
         backend.add_special_tokens(list(names.values()))
         backend.encode_special_tokens = True  # special tokens spelled out in a text are text
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -173,7 +192,8 @@ class BPETokenizer(Tokenizer):
 
 
 def make_tokenizer(data: DataConfig, workdir: epath.PathLike = "") -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+    """The tokenizer that `data.tokenizer` names: byte, bpe, a tokenizer.json, a tiktoken model file, or the directory
+    of a released checkpoint.
 
     `bpe` is trained on the training split the first time and kept as `workdir/tokenizer.json`, which resuming,
     evaluation and generation read again.
@@ -184,7 +204,12 @@ def make_tokenizer(data: DataConfig, workdir: epath.PathLike = "") -> Tokenizer:
     if data.tokenizer == "byte":
         return ByteTokenizer()
     if data.tokenizer != "bpe":
-        return BPETokenizer(data.tokenizer)
+        path = epath.Path(data.tokenizer).expanduser()
+        if path.is_dir() or path.suffix in (".model", ".tiktoken"):
+            from trillium_moe.interop.tokenizers import ReleasedTokenizer
+
+            return ReleasedTokenizer(str(path))
+        return BPETokenizer(path)
     check(os.fspath(workdir) != "", "data.tokenizer", "bpe", "needs a run directory to keep tokenizer.json in")
     path = epath.Path(workdir) / "tokenizer.json"
     if path.exists():

@@ -186,7 +186,7 @@ def parse(
     stops = [tokenizer.eos_id]
     if "messages" in fields:
         prompt, pictures = show(model, tokenizer.specials["<|image|>"], chat_parts(tokenizer, values["messages"]))
-        stops.append(tokenizer.specials["[end_of_msg]"])
+        stops += tokenizer.chat.stop_ids(tokenizer)
     else:
         prompt, pictures = values["prompt"], None
         if isinstance(prompt, str):
