@@ -1,7 +1,7 @@
 """Logits of a checkpoint in a released layout: python -m experiments.logits --hf=DIR --tokens=ids.npy --out=logits.npy
 
-Reads config.json and *.safetensors (Kimi-K3 text tower or Kimi-Linear, bfloat16, float32 or MXFP4 experts) and writes
-float32 logits [B,T,V] of the given token ids.
+Reads config.json and *.safetensors (Kimi-K3 or Kimi-Linear as released, or Kimi-Linear as in the transformers library;
+bfloat16, float32 or MXFP4 experts) and writes float32 logits [B,T,V] of the given token ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("hf", None, "directory with config.json and *.safetensors", flag_values=values)
     flags.DEFINE_string("tokens", None, "token ids, an integer array [T] or [B,T] (.npy)", flag_values=values)
     flags.DEFINE_string("out", None, "where the float32 logits go (.npy)", flag_values=values)
-    flags.DEFINE_enum("compute", "float32", ["float32", "bfloat16"], "dtype of activations and matmul operands",
+    flags.DEFINE_enum("compute", "float32", ["float32", "bfloat16"], "dtype of weights, activations and matmul "
+                      "operands", flag_values=values)
+    flags.DEFINE_enum("experts", "dense", ["dense", "mxfp4"], "routed experts in memory; mxfp4 leaves them packed",
                       flag_values=values)
 
 
@@ -45,7 +47,8 @@ def run(values: flags.FlagValues) -> dict:
     from trillium_moe.config import DtypeConfig
     from trillium_moe.interop import hf
 
-    config, model = hf.load(values.hf, DtypeConfig(param="float32", compute=values.compute))
+    dtypes = DtypeConfig(param=values.compute, compute=values.compute)
+    config, model = hf.load(values.hf, dtypes, experts_format=values.experts)
     tokens_BT = read_tokens(values.tokens, config.vocab_size)
     graphdef, state = nnx.split(model)
     logits_BTV = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens)[0])(state, tokens_BT)

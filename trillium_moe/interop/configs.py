@@ -255,6 +255,15 @@ def describe(config: ModelConfig, naming: str, mxfp4: bool = False) -> dict[str,
             "tie_word_embeddings": False, "text_config": text}
 
 
+def merge(read: ModelConfig, given: ModelConfig) -> ModelConfig:
+    """The architecture of `read`; how it is computed, trained and placed from `given`."""
+    kept = ("scan_layers", "remat", "dtypes")
+    moe = dataclasses.replace(given.moe, **{name: getattr(read.moe, name) for name in _MOE_KEPT})
+    nested = {name: dataclasses.replace(getattr(read, name), implementation=getattr(given, name).implementation)
+              for name in ("kda", "mla")}
+    return dataclasses.replace(read, **nested, moe=moe, **{name: getattr(given, name) for name in kept})
+
+
 # Fields of the model that say how it is computed, trained or placed, not what it is.
 _FREE = {"kda_per_mla", "final_global", "mla_layers", "n_mtp", "mtp_weight", "scan_layers", "remat", "dtypes",
          "kda.implementation", "mla.implementation"}

@@ -106,6 +106,11 @@ def open_checkpoint(
     return config, *match(config, read_directory(directory), directory)
 
 
+def is_packed(directory: str | Path) -> bool:
+    """Whether the routed experts of a checkpoint are MXFP4."""
+    return any(name.endswith(".weight_packed") for name in read_directory(Path(directory).expanduser()))
+
+
 def load(
     directory: str | Path, dtypes: DtypeConfig, *, mesh: Mesh | None = None, experts_format: str = "dense"
 ) -> tuple[ModelConfig, Trillium]:
