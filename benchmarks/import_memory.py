@@ -1,8 +1,9 @@
-"""Host memory of an import at the released dimensions: python -m benchmarks.import_memory [--shard_gb=16]
+"""Host memory of an import at the released dimensions: python -m benchmarks.import_memory [--shard_gb=16] [--hosts=8]
 
 Writes a checkpoint of one KDA and one MLA layer with the released widths, the second with 896 MXFP4 experts, as sparse
 files (a few tensors hold random numbers, the rest zeros, which take no disk), imports it with experts kept packed, and
-compares the growth of this process's peak resident memory with the largest shard. On a GPU parameters are not in it.
+compares the growth of this process's peak resident memory with the largest shard. On a GPU parameters are not in it; on
+a CPU they are, so --hosts=8 does what one of eight hosts does that share the experts, and counts its parameters apart.
 """
 
 import argparse
@@ -17,10 +18,11 @@ import jax
 import numpy as np
 
 from configs import scales
-from trillium_moe.config import DtypeConfig
+from trillium_moe.config import DtypeConfig, MeshConfig
 from trillium_moe.interop import configs, hf, layout
 from trillium_moe.interop.export import plan
 from trillium_moe.interop.safetensors import DTYPES, INDEX, header_bytes, index_of, shard_names, split
+from trillium_moe.parallel.mesh import make_mesh
 
 
 def released_layers(vocab_size: int):
@@ -78,10 +80,22 @@ def check(filled: dict[str, np.ndarray], config, model) -> int:
     return seen
 
 
+def one_host(path: Path, dtypes: DtypeConfig, hosts: int) -> list[jax.Array]:
+    """What the first of several hosts, of one device each, fills of a mesh that cuts the experts."""
+    mesh = make_mesh(MeshConfig(data=1, expert=hosts))
+    config, _, sources = hf.open_checkpoint(path, dtypes, "mxfp4")
+    mine = mesh.devices.reshape(-1)[:1]
+    place = {at: hf.Placed(p, p.dtype, mesh, mine) for at, p in layout.parameters(config).items()}
+    for source in sources:
+        hf.fill(place, source)
+    return [x for p in place.values() for x in p.buffers.values()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shard_gb", type=float, default=16, help="size of a shard")
     parser.add_argument("--vocab", type=int, default=163_840)
+    parser.add_argument("--hosts", type=int, default=1, help="needs that many devices, real or simulated")
     parser.add_argument("--dir", default=None, help="where to put the sparse files")
     args = parser.parse_args()
     config = released_layers(args.vocab)
@@ -93,11 +107,19 @@ def main() -> None:
         jax.block_until_ready(jax.numpy.zeros(1))
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         before, began = peak(), time.perf_counter()
-        loaded, model = hf.load(path, DtypeConfig(param="bfloat16"), experts_format="mxfp4")
-        jax.block_until_ready(jax.tree.leaves(model))
+        dtypes = DtypeConfig(param="bfloat16")
+        if args.hosts == 1:
+            loaded, model = hf.load(path, dtypes, experts_format="mxfp4")
+            own = jax.tree.leaves(model)
+        else:
+            own = jax.tree.leaves(one_host(path, dtypes, args.hosts))
+        jax.block_until_ready(own)
         seconds, grown = time.perf_counter() - began, peak() - before
-        print(f"import: {seconds:.1f} s; peak resident memory grew by {grown / 1e9:.2f} GB, "
-              f"{grown / max(files):.3f} of the largest shard", flush=True)
+        held = sum(x.nbytes for x in own)
+        print(f"import: {seconds:.1f} s, {held / 1e9:.2f} GB of parameters; peak resident memory grew by "
+              f"{grown / 1e9:.2f} GB, {grown / max(files):.3f} of the largest shard", flush=True)
+        if args.hosts > 1:
+            return
         print(f"{check(filled, loaded, model)} of {len(filled)} filled tensors arrived bit for bit", flush=True)
 
 

@@ -47,7 +47,7 @@ def test_the_tables_pieces_fill_every_parameter_once():
 def test_import_then_export_is_the_identity(name, dtypes, experts_format, tmp_path):
     mxfp4 = name.endswith("mxfp4")
     if experts_format == "mxfp4" and not mxfp4:
-        with pytest.raises(ConfigError, match="is BF16, not MXFP4"):
+        with pytest.raises(ConfigError, match="multiple of 32"):
             hf.load(goldens.ROOT / name, dtypes, experts_format=experts_format)
         return
     config, _, params, bias = goldens.model(name, dtypes, experts_format)
@@ -182,6 +182,13 @@ def test_a_log_with_a_tail_is_refused_and_all_its_lengths_are_read(tmp_path):
     np.testing.assert_array_equal(model.kda.a_log[0], goldens.arrays("kimi_k3_tiny", "model.safetensors")[name][:3])
 
 
+def test_only_packed_experts_can_stay_packed(tmp_path):
+    config = dataclasses.replace(scales.tiny(), n_layers=2, moe=dataclasses.replace(scales.tiny().moe, expert_dim=64))
+    _, params, bias = random_variables(config)
+    export(tmp_path / "a", config, params, bias)
+    refused(tmp_path / "a", "experts.0.w1.weight is BF16, not MXFP4", experts_format="mxfp4")
+
+
 def test_vision_tensors_may_lie_beside_the_text_tower(tmp_path):
     extra = lambda t: {"vision_tower.encoder.final_layernorm.weight": t["language_model.model.norm.weight"]}
     config, _ = hf.load(checkpoint(tmp_path, "kimi_k3_tiny", tensors=extra), F32)
@@ -197,7 +204,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
 @pytest.mark.parametrize("experts_format", ["dense", "mxfp4"])
 def test_the_host_holds_one_tensor(experts_format, tmp_path):
     """numpy's allocations while a checkpoint is read: the largest tensor, and not one and a half of it."""
-    config = dataclasses.replace(scales.tiny(), n_layers=2, d_model=256, vocab_size=4096, moe=dataclasses.replace(
+    config = dataclasses.replace(scales.tiny(), n_layers=2, d_model=256, vocab_size=4096, ffn_dim=4096, moe=dataclasses.replace(
         scales.tiny().moe, n_experts=32, expert_dim=64))
     _, params, bias = random_variables(config)
     export(tmp_path / "a", config, params, bias, experts="mxfp4")
@@ -213,7 +220,7 @@ def test_the_host_holds_one_tensor(experts_format, tmp_path):
         peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    assert largest <= peak < 1.5 * largest < total / 2
+    assert largest <= peak < 1.5 * largest < total / 3
 
 
 def test_packed_experts_give_the_logits_of_their_values():

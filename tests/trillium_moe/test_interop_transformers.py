@@ -18,7 +18,7 @@ def test_exported_checkpoints_load_in_transformers_with_the_same_logits(naming, 
     if not hasattr(transformers, "KimiLinearForCausalLM"):
         pytest.skip(f"transformers {transformers.__version__} has no KimiLinearForCausalLM; it came after 5.17")
     config, _, params, bias = goldens.model("kimi_linear_tiny", DtypeConfig(compute="float32"))
-    export(tmp_path / "out", config, params, bias, naming=naming, extra={"bos_token_id": 1, "eos_token_id": 2})
+    export(tmp_path / "out", config, params, bias, naming=naming)
     theirs, report = transformers.KimiLinearForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True, attn_implementation="eager")
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]

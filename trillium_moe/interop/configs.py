@@ -232,6 +232,8 @@ def describe(config: ModelConfig, naming: str, mxfp4: bool = False) -> dict[str,
         "tie_word_embeddings": False,
         "num_nextn_predict_layers": 0,
         "use_cache": True,
+        # a missing one is a number past the vocabulary in the transformers library
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "dtype": "bfloat16",
         "linear_attn_config": linear,
     }
@@ -251,7 +253,8 @@ def describe(config: ModelConfig, naming: str, mxfp4: bool = False) -> dict[str,
         text["quantization_config"] = MXFP4
     if naming != K3:
         return text
-    return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16",
+    ids = {name: text.pop(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16", **ids,
             "tie_word_embeddings": False, "text_config": text}
 
 

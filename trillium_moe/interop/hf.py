@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from trillium_moe.train.state import model_def
 
 read_config = configs.read_config
 FLOATS = ("BF16", "F32", "F64")
+EXPERTS = tuple(("moe", name) for name in ("w_gate", "w_up", "w_down"))
 OTHERS = ("vision_tower.", "mm_projector.")  # of the vision tower, which is not read here
 
 
@@ -85,7 +86,7 @@ def match(config: ModelConfig, found: dict[str, Entry], where: Path) -> tuple[st
             problems.append(f"{name} has shape {list(entry.shape)}, not {list(stored.shapes[0])}")
         elif entry.dtype not in FLOATS:
             problems.append(f"{name} is {entry.dtype}, not {stored.dtype}")
-        elif config.moe.experts_format == "mxfp4" and stored.routed:
+        elif config.moe.experts_format == "mxfp4" and any(p.path[:2] in EXPERTS for p in stored.parts):
             problems.append(f"{name} is {entry.dtype}, not MXFP4 (model.moe.experts_format)")
         sources.append(Source(stored, entry))
     problems += [f"unexpected {name}" for name in sorted(left) if not name.startswith(OTHERS)]
@@ -140,17 +141,18 @@ def load(
 
 
 def fill(place: dict[tuple, Placed], source: Source) -> None:
-    """Reads one tensor and puts its parts where they belong."""
+    """Reads one tensor and puts its parts where they belong. What belongs to other processes alone is not read."""
     stored, entry = source
+    if not any(True for part in stored.parts for at in targets(place, part) for _ in place[at.path].pieces(at)):
+        return
     if isinstance(entry, Packed):
         codes, scales = entry.codes.read(), entry.scales.read()
         for part in stored.parts:
             if part.path in place:
                 place[part.path].put_packed(part, codes, scales)
             else:
-                for name, x, perm in (("codes", codes, (0, 1)), ("scales", scales, (1, 0))):
-                    path = (*part.path[:-1], f"{part.path[-1]}_{name}")
-                    place[path].put(Part(path, part.at, x.shape, (), perm), x)
+                for target, x in zip(targets(place, part), (codes, scales)):
+                    place[target.path].put(target._replace(view=x.shape), x)
         return
     x = entry.read()
     for part in stored.parts:
@@ -161,23 +163,33 @@ def fill(place: dict[tuple, Placed], source: Source) -> None:
         place[part.path].put(part, x)
 
 
+def targets(place: dict[tuple, Placed], part: Part) -> list[Part]:
+    """The part itself, or the two of a matrix that stays packed."""
+    if part.path in place:
+        return [part]
+    path = lambda name: (*part.path[:-1], f"{part.path[-1]}_{name}")
+    return [Part(path(name), part.at, (), (), perm) for name, perm in (("codes", (0, 1)), ("scales", (1, 0)))]
+
+
 class Placed:
     """A parameter in the making: one buffer on each of this process's devices."""
 
-    def __init__(self, p: Parameter, dtype: Any, mesh: Mesh | None):
+    def __init__(self, p: Parameter, dtype: Any, mesh: Mesh | None, devices: Collection[jax.Device] | None = None):
+        """devices: of those of this process the ones to fill; all by default."""
         self.shape = p.shape
         if mesh is None:
             self.sharding = SingleDeviceSharding(jax.devices()[0])
         else:
             self.sharding = NamedSharding(mesh, jax.P() if p.bias else param_spec(p.axes, p.shape, mesh))
         where = self.sharding.addressable_devices_indices_map(p.shape)
-        self.where = {d: [s.indices(n)[:2] for s, n in zip(index, p.shape)] for d, index in where.items()}
+        self.where = {d: [s.indices(n)[:2] for s, n in zip(index, p.shape)] for d, index in where.items()
+                      if devices is None or d in devices}
         self.buffers = {d: jnp.zeros([b - a for a, b in spans], dtype, device=d) for d, spans in self.where.items()}
 
     def put(self, part: Part, x: np.ndarray) -> None:
         """parameter[at] = x.reshape(view)[take].transpose(perm), on every device its part of that."""
         view = x.reshape(part.view)[part.take] if part.take else x.reshape(part.view)
-        for device, at, cut in self._pieces(part):
+        for device, at, cut in self.pieces(part):
             in_view = [slice(None)] * view.ndim
             for axis, span in zip(part.perm, cut):
                 in_view[axis] = slice(*span)
@@ -186,12 +198,12 @@ class Placed:
 
     def put_packed(self, part: Part, codes: np.ndarray, scales: np.ndarray) -> None:
         """The same for an MXFP4 matrix, unpacked on the device."""
-        for device, at, cut in self._pieces(part):
+        for device, at, cut in self.pieces(part):
             columns, rows = cut  # of [out, in]: the parameter is [in, out]
             pair = [jax.device_put(np.ascontiguousarray(x[slice(*rows)]), device) for x in (codes, scales)]
             self.buffers[device] = _write_unpacked(self.buffers[device], *pair, at, columns)
 
-    def _pieces(self, part: Part) -> Iterator[tuple[jax.Device, tuple[int, ...], list[tuple[int, int]]]]:
+    def pieces(self, part: Part) -> Iterator[tuple[jax.Device, tuple[int, ...], list[tuple[int, int]]]]:
         """Devices that hold some of parameter[at], where in their buffer, and which of its trailing axes."""
         n = len(part.at)
         for device, spans in self.where.items():

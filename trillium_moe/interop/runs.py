@@ -88,9 +88,8 @@ def export_run(workdir: epath.PathLike, out: str | Path, step: int | None = None
     config = load_config(workdir)
     _, params, bias = model_def(config.model)
     restored = checkpoint.restore(workdir, {"params": params, "router_bias": bias}, step=step, partial=True)
-    extra, source = {}, None
+    extra, source = token_ids(make_tokenizer(config.data, workdir)), None
     if config.data.tokenizer != "byte":
-        extra = token_ids(make_tokenizer(config.data, workdir))
         source = epath.Path(workdir) / "tokenizer.json" if config.data.tokenizer == "bpe" else config.data.tokenizer
     files = export(out, config.model, **restored.state, extra=extra, **how)
     if source is not None and runtime.is_main():
