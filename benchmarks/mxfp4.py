@@ -48,7 +48,7 @@ def error(got, x, w: Packed, sizes, groups=(0, 1, -1)) -> float:
 
 
 def candidates(M: int, G: int, K: int):
-    rows = (8,) if M == 8 * G else (64, 128, 256)
+    rows = (8, 16) if M == 8 * G else (64, 128, 256)
     out = [PackedTiles(r, s, stages) for r in rows for s in (1, 2, 4) for stages in (3, 4, 6)]
     room = lambda t: t.stages * (t.steps * t.rows * 128 + 128 * 32 * t.steps + 256 * t.steps) < 200_000
     return [t for t in out if K % (64 * t.steps) == 0 and room(t)]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.expert_ffn.fused import ffn
+from pallas_kernels.expert_ffn.fused import ffn, two_products
 from pallas_kernels.grouped_matmul.config import gpu_tiles
 from pallas_kernels.grouped_matmul.gpu_kernel import f32
 from pallas_kernels.grouped_matmul.pallas_gpu import products, rows_product
-from pallas_kernels.grouped_matmul.products import refuse_packed
+from pallas_kernels.mxfp4 import Packed
 
 
 def expert_ffn(x_MD, weight_M, group_sizes_G, w_gate_GDF, w_up_GDF, w_down_GFD, *, align, activation):
     """`api.expert_ffn`; `grouped_matmul.pallas_gpu` says what it refuses."""
-    refuse_packed(w_gate_GDF, w_up_GDF, w_down_GFD)
     chosen = products(x_MD, w_gate_GDF.shape[1:], align)
-    return ffn(chosen, gated, activation, x_MD, weight_M, group_sizes_G, w_gate_GDF, w_up_GDF, w_down_GFD)
+    first = two_products if isinstance(w_gate_GDF, Packed) else gated
+    return ffn(chosen, first, activation, x_MD, weight_M, group_sizes_G, w_gate_GDF, w_up_GDF, w_down_GFD)
 
 
 def _sigmoid(x):

@@ -54,9 +54,15 @@ def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int) -> Tiles:
     return Tiles(m=64, n=min(n, 128), consumers=1, streams=2)
 
 
-def packed_tiles(M: int, G: int, K: int, N: int) -> PackedTiles:
-    """Sizes for G MXFP4 matrices [K, N], multiples of 64, and M rows in all: a group's rows in one tile if possible."""
-    rows = next((r for r in (8, 16, 32, 64) if r * G >= M), 128)
-    most = 4 if rows <= 32 else 2
-    steps = next(s for s in (4, 2, 1) if s <= most and K % (64 * s) == 0)
-    return PackedTiles(rows, steps, consumers=2 if N % 128 == 0 else 1)
+# Rows of each group, padding included, up to which a matrix is unpacked again for every 8 of them. The tiles for more
+# rows are written (`gpu_packed`) but have not been checked on a card.
+_PACKED_ROWS = 32
+
+
+def packed_tiles(M: int, G: int, K: int, N: int) -> PackedTiles | None:
+    """Sizes for G MXFP4 matrices [K, N], multiples of 64, and M rows in all; None where they are better unpacked first,
+    into bfloat16 matrices of all groups."""
+    if M > _PACKED_ROWS * G:
+        return None
+    steps = next(s for s in (4, 2, 1) if K % (64 * s) == 0)
+    return PackedTiles(8, steps, consumers=2 if N % 128 == 0 else 1)

@@ -23,9 +23,8 @@ from pallas_kernels.grouped_matmul.gpu_kernel import (
     store_tile,
     workers,
 )
-from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles, packed_product
+from pallas_kernels.grouped_matmul.gpu_packed import COLUMNS, PackedTiles, packed_product
 from pallas_kernels.grouped_matmul.products import grouped
-from pallas_kernels.grouped_matmul.xla import XlaProducts
 from pallas_kernels.mxfp4 import Packed
 
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a vector over the rows of a tile
@@ -37,10 +36,7 @@ def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
     Raises:
       NotImplementedError: anything but bfloat16 rows in groups of eights, K and N multiples of 64, on Hopper.
     """
-    chosen = products(lhs_MK, rhs_GKN.shape[1:], align)
-    if isinstance(rhs_GKN, Packed):
-        chosen = PackedProducts(align)
-    return grouped(chosen, lhs_MK, rhs_GKN, group_sizes_G)
+    return grouped(products(lhs_MK, rhs_GKN.shape[1:], align), lhs_MK, rhs_GKN, group_sizes_G)
 
 
 def products(lhs_MK, widths: tuple[int, ...], align: int) -> GpuProducts:
@@ -63,6 +59,11 @@ class GpuProducts:
     kind: str
 
     def rows(self, lhs, rhs, group_sizes_G, transposed=False):
+        if isinstance(rhs[0], Packed):
+            M, (G, K, N) = lhs[0].shape[0], rhs[0].shape
+            if not transposed and (tiles := packed_tiles(M, G, K, N)):
+                return sum(packed_rows(x, w, group_sizes_G, tiles) for x, w in zip(lhs, rhs))
+            rhs = [w.unpack(x.dtype) for x, w in zip(lhs, rhs)]  # many rows of each: multiplying is all the time
         G, N = rhs[0].shape[0], rhs[0].shape[1 if transposed else 2]
         tiles = gpu_tiles(self.kind, "transposed" if transposed else "rows", lhs[0].shape[0], G, lhs[0].shape[1], N)
         return rows_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)[0]
@@ -72,21 +73,9 @@ class GpuProducts:
         return groups_product(lhs_MK, d_MN, group_sizes_G, gpu_tiles(self.kind, "groups", M, G, K, N), dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedProducts(XlaProducts):
-    """`products.Products` of MXFP4 matrices. Those for the gradient of lhs are XLA's."""
-
-    def rows(self, lhs, rhs, group_sizes_G, transposed=False):
-        if transposed:
-            return super().rows(lhs, rhs, group_sizes_G, transposed)
-        return sum(packed_rows(x, w, group_sizes_G) for x, w in zip(lhs, rhs))
-
-
-def packed_rows(lhs_MK, rhs_GKN: Packed, group_sizes_G, tiles: PackedTiles | None = None):
+def packed_rows(lhs_MK, rhs_GKN: Packed, group_sizes_G, tiles: PackedTiles):
     """lhs [M, K] times packed matrices, by groups of rows: [M, N]."""
-    (M, K), (G, _, N) = lhs_MK.shape, rhs_GKN.shape
-    tiles = tiles or packed_tiles(M, G, K, N)
-    columns = N // (tiles.consumers * 64)
+    M, columns = lhs_MK.shape[0], rhs_GKN.shape[2] // (tiles.consumers * COLUMNS)
     count, table = row_tiles(group_sizes_G, M, columns, tiles, multiprocessors())
     return packed_product(lhs_MK, rhs_GKN.codes, rhs_GKN.scales, count, table, tiles).T
 

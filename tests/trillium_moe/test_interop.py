@@ -204,8 +204,8 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
 @pytest.mark.parametrize("experts_format", ["dense", "mxfp4"])
 def test_the_host_holds_one_tensor(experts_format, tmp_path):
     """numpy's allocations while a checkpoint is read: the largest tensor, and not one and a half of it."""
-    config = dataclasses.replace(scales.tiny(), n_layers=2, d_model=256, vocab_size=4096, ffn_dim=4096, moe=dataclasses.replace(
-        scales.tiny().moe, n_experts=32, expert_dim=64))
+    moe = dataclasses.replace(scales.tiny().moe, n_experts=32, expert_dim=64)
+    config = dataclasses.replace(scales.tiny(), n_layers=2, d_model=256, vocab_size=4096, ffn_dim=4096, moe=moe)
     _, params, bias = random_variables(config)
     export(tmp_path / "a", config, params, bias, experts="mxfp4")
     hf.load(tmp_path / "a", F32, experts_format=experts_format)  # compiles, and fills caches

@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import is_hopper
 from pallas_kernels.mxfp4 import Packed
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.ffn import activate
@@ -29,8 +30,11 @@ Weights = tuple[Array | Packed, Array | Packed, Array | Packed]  # w_gate, w_up 
 def variant(n_tokens: int, k: int, n_experts: int, gather: bool = True, packed: bool = False) -> str:
     """gathered, dense or grouped (rows sorted by expert). gather=False where experts are on several devices.
 
-    packed: the weights are MXFP4. Dense would unpack all experts of a layer at once, so it is grouped instead.
+    packed: the weights are MXFP4. Dense would unpack all experts of a layer at once, so it is grouped instead, which on
+      Hopper GPUs unpacks inside the product, and so is better for the fewest tokens, too.
     """
+    if packed and is_hopper():
+        return "grouped"
     if gather and 2 * n_tokens * k <= n_experts:
         return "gathered"
     return "dense" if n_tokens <= DENSE_TOKENS and not packed else "grouped"

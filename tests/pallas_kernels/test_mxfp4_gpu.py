@@ -1,0 +1,78 @@
+"""Products of packed matrices on Hopper GPUs: parity where there is a card, and that they compile for an H200."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles, interleave
+from pallas_kernels.grouped_matmul.pallas_gpu import packed_rows
+from pallas_kernels.mxfp4 import Packed
+from tests.pallas_kernels.test_grouped_matmul import by_hand
+from tests.pallas_kernels.test_grouped_matmul_gpu import SIZES, assert_close
+from tests.pallas_kernels.test_kda_gpu import h200, on_hopper  # noqa: F401
+
+ALL_TILES = [PackedTiles(8, 4), PackedTiles(8, 1, stages=3), PackedTiles(16, 2), PackedTiles(64, 2),
+             PackedTiles(128, 2), PackedTiles(256, 1), PackedTiles(64, 2, consumers=1)]  # fmt: skip
+
+
+def operands(sizes, M, K, N, seed=0):
+    """bfloat16 rows, NaN where no group owns them, packed matrices, and the values of both in float32."""
+    rng, G = np.random.default_rng(seed), len(sizes)
+    x = rng.normal(size=(M, K))
+    x[sum(sizes) :] = np.nan
+    x = jnp.asarray(x, jnp.bfloat16)
+    codes = rng.integers(0, 256, (8, N, K // 2), np.uint8)
+    scales = rng.integers(118, 131, (8, K // 32, N), np.uint8)
+    many = lambda a: jnp.asarray(np.tile(a, (-(-G // 8), 1, 1))[:G])
+    w = Packed(many(codes), many(scales))
+    return x, w, np.asarray(x, np.float32), np.asarray(w.unpack(jnp.float32))
+
+
+def test_columns_are_interleaved_as_nibbles_are_unpacked():
+    """The order by the bytes: thread q of a row loads bytes 8 q .. 8 q + 7, and pairs nibbles i and i + 4 of a word."""
+    order = np.asarray(interleave(jnp.arange(128.0).reshape(1, 128)))[0].astype(int)
+    for block in range(2):
+        for q in range(4):
+            nibbles = 64 * block + 16 * q + np.arange(16)  # elements of the thread's 8 bytes, low nibbles first
+            for w, i, e in np.ndindex(2, 4, 2):
+                assert order[64 * block + 8 * (4 * w + i) + 2 * q + e] == nibbles[8 * w + i + 4 * e]
+
+
+@on_hopper
+@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_parity(name, tiles):
+    sizes = SIZES[name]
+    x, w, x32, w32 = operands(sizes, 3200 if len(sizes) > 6 else 1200, 512, 768)
+    got = jax.jit(functools.partial(packed_rows, tiles=tiles))(x, w, jnp.asarray(sizes))
+    assert_close(got, by_hand(x32, w32, np.zeros((len(x), 768), np.float32), sizes)[0], 3e-3)
+
+
+@on_hopper
+@pytest.mark.parametrize("K, N", [(64, 64), (192, 128), (320, 192)])
+@pytest.mark.parametrize("rows", [8, 200])
+def test_op_parity_and_gradient(K, N, rows):
+    sizes = [rows, 0, 8, 0]
+    x, w, x32, w32 = operands(sizes, rows + 16, K, N)
+    d = np.random.default_rng(1).normal(size=(rows + 16, N)).astype(np.float32)
+    op = lambda x: grouped_matmul(x, w, jnp.asarray(sizes), align=8, implementation="pallas_gpu")
+    out, vjp = jax.vjp(op, x)
+    want, d_x, _ = by_hand(x32, w32, d, sizes)
+    assert_close(out, want, 3e-3)
+    assert_close(vjp(jnp.asarray(d, jnp.bfloat16))[0], d_x, 1e-2)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("M, G, D, F", [(8192, 896, 3584, 3072), (256, 16, 64, 192), (32768, 56, 3584, 3072)])
+def test_compiles_for_h200(h200, M, G, D, F):  # noqa: F811
+    where = jax.sharding.NamedSharding(h200, jax.P())
+    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=where)
+    packed = lambda K, N: Packed(shape(jnp.uint8, G, N, K // 2), shape(jnp.uint8, G, K // 32, N))
+    op = functools.partial(expert_ffn, align=8, implementation="pallas_gpu")
+    x, p, s = shape(jnp.bfloat16, M, D), shape(jnp.float32, M), shape(jnp.int32, G)
+    jax.jit(op).lower(x, p, s, packed(D, F), packed(D, F), packed(F, D)).compile()
