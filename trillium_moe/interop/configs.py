@@ -11,7 +11,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trillium_moe.config import ConfigError, DtypeConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig, check
+from trillium_moe.config import (
+    ConfigError,
+    DtypeConfig,
+    KDAConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    VisionConfig,
+    check,
+)
 from trillium_moe.interop.layout import K3, LIBRARY, LINEAR
 from trillium_moe.interop.safetensors import read_json
 
@@ -20,6 +29,12 @@ _ONLY = {
     "moe_router_activation_func": "sigmoid", "moe_renormalize": True, "num_expert_group": 1, "topk_group": 1,
     "moe_layer_freq": 1, "tie_word_embeddings": False, "num_nextn_predict_layers": 0, "attention_bias": False,
     "rope_scaling": None,
+}  # fmt: skip
+_VISION_ONLY = {
+    "pos_emb_type": "divided_fixed", "pos_emb_interpolation_mode": "bilinear", "norm_type": "rmsnorm",
+    "mlp_type": "mlp2", "activation_func": "gelu_pytorch_tanh", "attn_bias": False, "linear_bias": False,
+    "patch_embed_proj_bias": False, "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmergerv2", "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
 }  # fmt: skip
 MXFP4 = {
     "quant_method": "compressed-tensors",
@@ -141,8 +156,38 @@ def read_config(directory: Path, dtypes: DtypeConfig) -> ModelConfig:
             n_shared=f.size("num_shared_experts", 0),
             routed_scale=f.get("routed_scaling_factor", float),
         ),
+        vision=VisionConfig() if raw.get("vision_config") is None else read_vision(path, raw, f.size("hidden_size")),
         dtypes=dtypes,
     )
+
+
+def read_vision(path: Path, raw: dict[str, Any], d_model: int) -> VisionConfig:
+    """The tower and the projector of Kimi-K3."""
+    f = _Fields(f"{path} vision_config", raw["vision_config"])
+    for key, only in _VISION_ONLY.items():
+        value = f.values.get(key, only)
+        check(value == only and type(value) is type(only), f"{f.where} {key}", value, f"only {only!r} is supported")
+    heads, width, rows = f.size("vt_num_attention_heads"), f.size("vt_hidden_size"), f.size("init_pos_emb_height")
+    inner = f.size("qkv_hidden_size", width)
+    check(heads > 0 and inner % heads == 0, f"{f.where} qkv_hidden_size", inner, f"must be a multiple of {heads} heads")
+    for key, want in (("init_pos_emb_width", rows), ("mm_hidden_size", width), ("text_hidden_size", d_model)):
+        check(f.size(key, want) == want, f"{f.where} {key}", f.values.get(key), f"must be {want}")
+    return VisionConfig(
+        n_layers=f.size("vt_num_hidden_layers"), d_model=width, n_heads=heads, head_dim=inner // heads,
+        ffn_dim=f.size("vt_intermediate_size"), patch=f.size("patch_size"), grid=rows,
+        frames=f.size("init_pos_emb_time"),
+    )  # fmt: skip
+
+
+def describe_vision(config: ModelConfig) -> dict[str, Any]:
+    """vision_config of a model."""
+    c = config.vision
+    return _VISION_ONLY | {
+        "patch_size": c.patch, "vt_hidden_size": c.d_model, "vt_intermediate_size": c.ffn_dim,
+        "vt_num_hidden_layers": c.n_layers, "vt_num_attention_heads": c.n_heads,
+        "qkv_hidden_size": c.n_heads * c.head_dim, "init_pos_emb_height": c.grid, "init_pos_emb_width": c.grid,
+        "init_pos_emb_time": c.frames, "mm_hidden_size": c.d_model, "text_hidden_size": config.d_model,
+    }  # fmt: skip
 
 
 def mla_layers(path: Path, linear: _Fields, n_layers: int, layer_types: Any) -> tuple[int, ...]:
@@ -175,7 +220,8 @@ def check_quantisation(path: Path, found: Any) -> None:
 def naming_for(config: ModelConfig) -> str:
     """The released naming that holds the model: Kimi-Linear's where that architecture suffices."""
     plain = (config.residual == "none" and config.moe.latent_dim == 0 and config.activation == "swiglu"
-             and config.mla.gate == "none" and config.kda.gate == "low_rank" and config.kda.decay == "softplus")
+             and config.mla.gate == "none" and config.kda.gate == "low_rank" and config.kda.decay == "softplus"
+             and config.vision.n_layers == 0)
     return LINEAR if plain else K3
 
 
@@ -254,8 +300,9 @@ def describe(config: ModelConfig, naming: str, mxfp4: bool = False) -> dict[str,
     if naming != K3:
         return text
     ids = {name: text.pop(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16", **ids,
-            "tie_word_embeddings": False, "text_config": text}
+    whole = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16", **ids,
+             "tie_word_embeddings": False, "text_config": text}
+    return whole | ({"vision_config": describe_vision(config)} if config.vision.n_layers else {})
 
 
 def merge(read: ModelConfig, given: ModelConfig) -> ModelConfig:
@@ -269,7 +316,7 @@ def merge(read: ModelConfig, given: ModelConfig) -> ModelConfig:
 
 # Fields of the model that say how it is computed, trained or placed, not what it is.
 _FREE = {"kda_per_mla", "final_global", "mla_layers", "n_mtp", "mtp_weight", "scan_layers", "remat", "dtypes",
-         "kda.implementation", "mla.implementation"}
+         "kda.implementation", "mla.implementation", "vision.pos_std"}
 _MOE_KEPT = {"n_experts", "k", "expert_dim", "latent_dim", "latent_norm", "n_shared", "routed_scale"}
 
 
@@ -299,6 +346,8 @@ def check_expressible(config: ModelConfig, read: ModelConfig) -> None:
         unused.add("kda.gate_rank")
     if not config.moe.latent_dim:
         unused.add("moe.latent_norm")
+    if not config.vision.n_layers:
+        unused |= {name for name in mine if name.startswith("vision.")}
     lost = [name for name, value in mine.items() if theirs[name] != value and name not in _FREE | unused
             and not name.startswith("dtypes.") and (not name.startswith("moe.") or name[4:] in _MOE_KEPT)]
     check(not lost, f"model.{lost[0] if lost else ''}", mine[lost[0]] if lost else "",

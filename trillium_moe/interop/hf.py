@@ -31,7 +31,7 @@ from trillium_moe.train.state import model_def
 read_config = configs.read_config
 FLOATS = ("BF16", "F32", "F64")
 EXPERTS = tuple(("moe", name) for name in ("w_gate", "w_up", "w_down"))
-OTHERS = ("vision_tower.", "mm_projector.")  # of the vision tower, which is not read here
+OTHERS = ("vision_tower.", "mm_projector.")  # left unread where config.json has no vision_config
 
 
 class Packed(NamedTuple):
@@ -89,7 +89,8 @@ def match(config: ModelConfig, found: dict[str, Entry], where: Path) -> tuple[st
         elif config.moe.experts_format == "mxfp4" and any(p.path[:2] in EXPERTS for p in stored.parts):
             problems.append(f"{name} is {entry.dtype}, not MXFP4 (model.moe.experts_format)")
         sources.append(Source(stored, entry))
-    problems += [f"unexpected {name}" for name in sorted(left) if not name.startswith(OTHERS)]
+    known = () if config.vision.n_layers else OTHERS
+    problems += [f"unexpected {name}" for name in sorted(left) if not name.startswith(known)]
     if problems:
         raise ConfigError(f"{where}: the tensors do not fit the config: {shorten(problems)}")
     return naming, sorted(sources, key=lambda s: s.order)

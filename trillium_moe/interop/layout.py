@@ -144,6 +144,8 @@ def tensors(config: ModelConfig, naming: str) -> Iterator[Stored]:
         yield from _read(one, f"{below}output_attn_res", schedule.n_sublayers, config.d_model)
     yield one(f"{below}norm.weight", ("norm",))
     yield one(f"{top}lm_head.weight", ("head",), linear=True)
+    if config.vision.n_layers:
+        yield from _vision(one, config)
 
 
 def _read(one, name, s, width):
@@ -220,6 +222,27 @@ def _moe(known, one, layer, index, naming, config):
             view = (width, c.expert_dim) if name == "w_down" else (c.expert_dim, width)
             part = Part(("moe", name), (index, e), view, (), (1, 0))
             yield Stored(f"{block}experts.{e}.{tensor}.weight", (view,), "BF16", (part,), routed=True)
+
+
+def _vision(one, config):
+    c = config.vision
+    yield one("vision_tower.patch_embed.proj.weight", ("vision", "patch_embed"), linear=True,
+              shape=(c.d_model, 3, c.patch, c.patch))
+    yield one("vision_tower.patch_embed.pos_emb.weight", ("vision", "pos_emb"))
+    for i in range(c.n_layers):
+        block = f"vision_tower.encoder.blocks.{i}."
+        for name in ("norm0", "norm1"):
+            yield one(f"{block}{name}.weight", ("vision", "blocks", name), (i,))
+        view, H = (3 * c.n_heads, c.head_dim, c.d_model), c.n_heads
+        parts = tuple(Part(("vision", "blocks", name), (i,), view, (slice(n * H, (n + 1) * H),), (2, 0, 1))
+                      for n, name in enumerate(("wq", "wk", "wv")))
+        yield Stored(f"{block}wqkv.weight", ((view[0] * view[1], view[2]),), "BF16", parts)
+        for name, tensor in (("wo", "wo"), ("fc0", "mlp.fc0"), ("fc1", "mlp.fc1")):
+            yield one(f"{block}{tensor}.weight", ("vision", "blocks", name), (i,), linear=True)
+    yield one("vision_tower.encoder.final_layernorm.weight", ("vision", "final_norm"))
+    for name, tensor in (("fc0", "proj.0"), ("fc2", "proj.2")):
+        yield one(f"mm_projector.{tensor}.weight", ("vision", "projector", name), linear=True)
+    yield one("mm_projector.post_norm.weight", ("vision", "projector", "post_norm"))
 
 
 def _linear(shape, n_in):

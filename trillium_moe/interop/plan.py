@@ -14,7 +14,8 @@ from trillium_moe.interop import hf, layout
 from trillium_moe.parallel.mesh import AXES, mesh_shape
 from trillium_moe.parallel.sharding import stored_spec
 
-GROUPS = {"kda": "KDA", "mla": "MLA", "dense": "dense FFN", "moe": "mixture", "embed": "embedding", "head": "head"}
+GROUPS = {"kda": "KDA", "mla": "MLA", "dense": "dense FFN", "moe": "mixture", "embed": "embedding", "head": "head",
+          "vision": "vision tower and projector"}
 
 
 @dataclass
