@@ -53,7 +53,7 @@ def get_config(options: str = ""):
             model=model,
             data=DataConfig(
                 seq_len=seq_len,
-                batch_size=min(rows, stages.STAGES[stage][1]),
+                batch_size=min(rows, stages.STAGES[stage].rows),
                 tokenizer="bpe" if bpe else "byte",
                 bpe_vocab=min(model.vocab_size, 32_768),
             ),

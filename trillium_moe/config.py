@@ -265,6 +265,43 @@ class ModelConfig:
         return self.moe.latent_dim or self.d_model
 
 
+KINDS = ("text", "long", "replay", "joined", "synthetic")  # of rows: `trillium_moe.data.mixture`
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """Kinds of rows, as shares (any numbers: they are divided by their sum). Text alone: no mixture."""
+
+    text: float = 1.0  # documents as they come
+    long: float = 0.0  # documents and packages of at least half a window
+    replay: float = 0.0  # rows of replay_window tokens, side by side
+    joined: float = 0.0  # documents that see one another
+    synthetic: float = 0.0  # long-dependency tasks
+    before: tuple[float, ...] = ()  # the same five of the stage before, from which the shares move; (): none
+    ramp: float = 0.1  # share of the run over which they move
+    synthetic_from: float = 0.8  # share of the run before which there are no tasks, if there are other rows
+    replay_window: int = 0  # tokens; 0: data.seq_len
+    tasks: tuple[str, ...] = ("needle",)  # drawn from evenly: `trillium_moe.data.synthetic`
+    answer_weight: float = 1.0  # loss weight of an answer token; of the other tokens of a task it is 0
+
+    def __post_init__(self):
+        for name in (*KINDS, "ramp", "synthetic_from", "replay_window"):
+            check(getattr(self, name) >= 0, f"data.mixture.{name}", getattr(self, name), "must be 0 or more")
+        check(sum(getattr(self, k) for k in KINDS) > 0, "data.mixture.text", self.text, "one kind must be above 0")
+        check(len(self.before) in (0, len(KINDS)) and min(self.before, default=0) >= 0
+              and (not self.before or sum(self.before) > 0), "data.mixture.before", self.before,
+              f"must be () or the shares of {', '.join(KINDS)}")
+        check(self.ramp <= 1, "data.mixture.ramp", self.ramp, "must lie in [0, 1]")
+        check(self.synthetic_from <= 1, "data.mixture.synthetic_from", self.synthetic_from, "must lie in [0, 1]")
+        check(len(self.tasks) > 0, "data.mixture.tasks", self.tasks, "must name at least one task")
+        check_positive("data.mixture", self, "answer_weight")
+
+    @property
+    def on(self) -> bool:
+        """Whether there is anything but text."""
+        return any(getattr(self, kind) for kind in KINDS[1:]) or any(self.before[1:])
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """What is read and how it becomes [batch, seq_len] arrays."""
@@ -279,6 +316,7 @@ class DataConfig:
     packing: str = "concat"  # concat: documents cut where a row ends; first_fit: whole documents, padded
     segments: bool = True  # keep packed documents apart; False lets a row attend across its documents
     heldout: float = 0.05  # share of the files (by a hash of their name) kept for evaluation
+    mixture: MixtureConfig = field(default_factory=MixtureConfig)
 
     def __post_init__(self):
         check_choice("data.source", self.source, ("stdlib", "text", "arrayrecord", "parquet"))
@@ -324,6 +362,8 @@ class OptimConfig:
     warmup: float = 0.01  # share of the steps that warm up linearly
     decay: float = 0.2  # share of the steps that decay at the end (wsd)
     final_lr: float = 0.1  # learning rate at the end, as a share of the peak
+    begin: int = 0  # step at which the schedule begins (a stage that warms up again); before it the rate is its first
+    horizon: int = 0  # step at which the schedule ends; 0: train.steps
     weight_decay: float = 0.1  # decoupled; not on norms, biases, decay parameters, convolutions, pseudo-queries
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
     momentum: float = 0.95  # Muon
@@ -374,7 +414,9 @@ class MeshConfig:
 class TrainConfig:
     """Length of the run and what it writes."""
 
-    steps: int = 300  # optimizer steps
+    steps: int = 300  # optimizer steps, those of the runs before this one included
+    start: str = ""  # directory of a run whose newest state (all of it, and the step count) this one begins with
+    first_step: int = 0  # steps that run had done
     micro_batches: int = 1  # gradient accumulation: each step's rows are processed in this many parts
     log_every: int = 10  # steps between metric lines
     eval_every: int = 100  # steps between held-out evaluations; 0: only at the end
@@ -387,6 +429,10 @@ class TrainConfig:
 
     def __post_init__(self):
         check_positive("train", self, "steps", "micro_batches", "log_every", "eval_batches", "keep")
+        check(0 <= self.first_step < self.steps, "train.first_step", self.first_step,
+              f"must lie in [0, train.steps={self.steps})")
+        check(self.start != "" or self.first_step == 0, "train.start", self.start,
+              f"train.first_step={self.first_step} needs the run that did those steps")
         for name in ("eval_every", "checkpoint_every", "sample_tokens", "alarm_violation", "alarm_dead"):
             check(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
 

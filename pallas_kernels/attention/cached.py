@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import pallas_gpu
 from pallas_kernels.attention.blocks import block_size, keys_at_once
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import is_hopper, target
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -61,6 +62,11 @@ def cached_attention(
     operand = (lambda x: x.astype(wide)) if target()[0] == "cpu" else lambda x: x
     dot = lambda spec, a, b: jnp.einsum(spec, operand(a), operand(b), preferred_element_type=wide, precision=HIGHEST)
     absorbed = absorbs(T, R, N, v_up_RHV.shape[-1])
+    if B == 1 and not absorbed and is_hopper():
+        try:
+            return _run(q_BTHK, position_BT[:, 0], read(0, capacity), k_up_RHN, v_up_RHV, scale)
+        except NotImplementedError:
+            pass
     if absorbed:
         q_nope, q_rope = jnp.split(q_BTHK, [N], axis=-1)
         q_latent = dot("bthn,rhn->bthr", q_nope, k_up_RHN).astype(q_BTHK.dtype)
@@ -101,3 +107,20 @@ def cached_attention(
         _, total, out = jax.lax.fori_loop(0, -(-n_keys // size), body, empty)
     out = out / jnp.swapaxes(total, 1, 2)[..., None]
     return dot("bthr,rhv->bthv", out[..., :R].astype(q_BTHK.dtype), v_up_RHV) if absorbed else out
+
+
+def _run(q_1THK, start_1, latent_1CX, k_up_RHN, v_up_RHV, scale):
+    """The chunk of one sequence as a run of queries for the Hopper kernel: all keys are expanded, later ones not read.
+
+    Raises NotImplementedError for what `pallas_gpu.runs` refuses.
+    """
+    R = k_up_RHN.shape[0]
+
+    def expand(weights, latent):
+        (k_up, v_up), (c, rope) = weights, jnp.split(latent, [R], axis=-1)
+        keys, values = (jnp.einsum("bcr,rhn->bchn", c, w) for w in (k_up, v_up))
+        rope = jnp.broadcast_to(rope[:, :, None], (*keys.shape[:3], rope.shape[-1]))
+        return jnp.concatenate([keys, rope], axis=-1), values
+
+    weights = k_up_RHN, v_up_RHV
+    return pallas_gpu.runs(expand, q_1THK[None], start_1, None, weights, latent_1CX, None, scale)[0][0]

@@ -33,7 +33,9 @@ from etils import epath
 from tqdm import tqdm
 
 from trillium_moe.config import Config, check, check_choice
-from trillium_moe.data.packing import ConcatRows, Documents, FirstFitRows, Row
+from trillium_moe.data.examples import Kit
+from trillium_moe.data.mixture import MixtureRows
+from trillium_moe.data.packing import ConcatRows, Documents, FirstFitRows, Row, empty_row
 from trillium_moe.data.pictures import MixedRows, with_pictures
 from trillium_moe.data.sources import Source, make_source
 from trillium_moe.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
@@ -137,7 +139,7 @@ class Pipeline:
       stream: hash of all that the rows depend on.
     """
 
-    rows: ConcatRows | FirstFitRows | MixedRows
+    rows: ConcatRows | FirstFitRows | MixtureRows | MixedRows
     tokenizer: Tokenizer
     batch_size: int
     local: tuple[int, ...]
@@ -262,20 +264,39 @@ def make_pipeline(
     tokenizer = tokenizer or make_tokenizer(data, workdir)
     check(tokenizer.vocab_size <= config.model.vocab_size, "model.vocab_size", config.model.vocab_size,
           f"must be at least the {tokenizer.vocab_size} of data.tokenizer={data.tokenizer!r}")
+    source = None
     if documents is None:
         source = make_source(data).split(data.heldout)[split == "heldout"]
         documents = load_documents(source, tokenizer, cache_dir)
     seed, epochs = (config.seed, 0) if split == "train" else (0, 1)
-    rows = _ROWS[data.packing](documents, data.seq_len, seed, segments=data.segments, pad_id=tokenizer.pad_id,
-                               epochs=epochs)
-    stream = _stream(rows, data.packing, tokenizer)
-    stream = _stream(rows, data.packing, tokenizer)
+    if split == "train" and data.mixture.on:
+        rows = _mixture(config, documents, tokenizer, source)
+    else:
+        rows = _ROWS[data.packing](documents, data.seq_len, seed, segments=data.segments, pad_id=tokenizer.pad_id,
+                                   epochs=epochs)
+    packing = f"{len(rows)} rows of {data.mixture}" if isinstance(rows, MixtureRows) else data.packing
+    stream = _stream(rows, packing, tokenizer)
     if config.model.vision.n_layers:
         rows, stream = with_pictures(config, split, rows, tokenizer, stream)
     return Pipeline(rows, tokenizer, data.batch_size, tuple(local), threads, stream)
 
 
-def _stream(rows: ConcatRows | FirstFitRows, packing: str, tokenizer: Tokenizer) -> str:
+def _mixture(config: Config, documents: Documents, tokenizer: Tokenizer, source: Source | None) -> MixtureRows:
+    """The rows of a run whose data are a mixture."""
+    data, train = config.data, config.train
+    check(data.packing == "concat" and data.segments, "data.mixture", data.mixture,
+          "needs data.packing='concat' and data.segments=True; its kinds decide both")
+    names = None
+    if source is not None:
+        names = [source.name(i) for i in range(len(source))]
+        if len(names) != len(documents):  # texts without tokens were left out
+            names = [name for name, text in zip(names, source) if len(tokenizer.encode(text))]
+    kit = Kit(tokenizer, documents, config.model.vocab_size, dense=True)
+    n_rows = (train.steps - train.first_step) * data.batch_size
+    return MixtureRows(data.mixture, documents, kit, data.seq_len, config.seed, n_rows, names)
+
+
+def _stream(rows: ConcatRows | FirstFitRows | MixtureRows, packing: str, tokenizer: Tokenizer) -> str:
     """Hash of what the rows depend on: the documents (their lengths and first tokens) and the way they are packed."""
     key = (packing, rows.seq_len, rows.seed, rows.segments, rows.epochs, tokenizer.fingerprint)
     digest = hashlib.sha256(repr(key).encode())

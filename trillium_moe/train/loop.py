@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from trillium_moe.config import Config, ConfigError, TrainConfig, check, load_config, save_config
+from trillium_moe.data.mixture import MixtureRows
 from trillium_moe.data.pipeline import make_pipeline
 from trillium_moe.data.sources import make_source, order0_entropy
 from trillium_moe.data.tokenizer import make_tokenizer
@@ -51,7 +52,7 @@ WATCHED = ("train/loss", "train/grad_norm")  # fetched at every step; either one
 
 # Keys that may change between the parts of one run: they decide how long it is and what it writes. A new train.steps
 # changes the learning-rate schedule from the resumed step on.
-RESUMABLE = ("name", "train.steps", "train.log_every", "train.eval_every", "train.eval_batches",
+RESUMABLE = ("name", "train.steps", "train.start", "train.log_every", "train.eval_every", "train.eval_batches",
              "train.checkpoint_every", "train.keep", "train.sample_tokens", "train.alarm_violation", "train.alarm_dead",
              "mesh.replica", "mesh.data", "mesh.context", "mesh.expert", "mesh.model")
 
@@ -66,6 +67,7 @@ class Task:
     evaluate: Callable[[PyTree], dict[str, float]]  # held-out metrics of a state
     tokens_per_step: int
     shardings: PyTree | None = None  # of the state, which is made and restored so; None: on one device
+    start: str = ""  # directory of a run whose newest state is the one before the first step; "": init's
 
 
 @dataclass(frozen=True)
@@ -194,13 +196,15 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
             values |= churn(workdir, int(state.step), jax.device_get(probe[0]))
         return values
 
+    placed = runtime.Placed(iter(batches), layout, own_rows, rows)
     task = Task(
         init=lambda: init_state(config),
-        step=make_train_step(config, mesh),
-        batches=runtime.Placed(iter(batches), layout, own_rows, rows),
+        step=_with_shares(make_train_step(config, mesh), batches.rows, placed),
+        batches=placed,
         evaluate=evaluate,
         tokens_per_step=config.data.batch_size * config.data.seq_len,
         shardings=state_shardings(abstract_state(config), mesh),
+        start=config.train.start,
     )
     outcome = fit(config.train, workdir, task, progress=progress)
     if not runtime.is_main():
@@ -216,6 +220,19 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
     if progress:
         print(f"report: {report}", file=sys.stderr)
     return outcome
+
+
+def _with_shares(step: Callable, rows: Any, batches: runtime.Placed) -> Callable:
+    """The step with the realised shares of the data mixture among its metrics, if there is one."""
+    if not isinstance(rows, MixtureRows):
+        return step
+
+    def run(state, batch):
+        state, metrics = step(state, batch)
+        shares = rows.shares(batches.get_state()["next_row"])
+        return state, {**metrics, **{f"data/share_{kind}": share for kind, share in shares.items()}}
+
+    return run
 
 
 def _order0(config: Config) -> float:
@@ -259,18 +276,26 @@ def is_logged(config: TrainConfig, step: int) -> bool:
 
 
 def _restore_or_init(config: TrainConfig, workdir: epath.PathLike, task: Task) -> tuple[PyTree, int]:
+    if not checkpoint.steps(workdir) and task.start:
+        restored = checkpoint.restore(task.start, _abstract(task))
+        check(restored.step == config.first_step, "train.first_step", config.first_step,
+              f"train.start={task.start!r} holds a run of {restored.step} steps; give that number")
+        return restored.state, restored.step
     if not checkpoint.steps(workdir):
         # it runs once, and XLA's CPU backend takes five times longer to optimise it than not to
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         return jax.jit(task.init, out_shardings=task.shardings, compiler_options=options)(), 0
-    abstract = jax.eval_shape(task.init)
-    if task.shardings is not None:
-        abstract = with_shardings(abstract, task.shardings)
-    restored = checkpoint.restore(workdir, abstract)
+    restored = checkpoint.restore(workdir, _abstract(task))
     checkpoint.set_aside(workdir, after=restored.step)
     task.batches.set_state(restored.data_state)
     logging.info("resumed step %d from %s", restored.step, workdir)
     return restored.state, restored.step
+
+
+def _abstract(task: Task) -> PyTree:
+    """Shapes and shardings of the state."""
+    abstract = jax.eval_shape(task.init)
+    return abstract if task.shardings is None else with_shardings(abstract, task.shardings)
 
 
 def _not_finite(step: int, name: str, value: float, saved: int | None) -> str:

@@ -127,7 +127,7 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
     shown = {}
     for name, figure in pictures.items():
         if figure is not None:
-            shown[name] = _png(figure)
+            shown[name] = png(figure)
             (folder / f"{name}.png").write_bytes(shown[name])
     if (workdir / "pictures.png").exists():  # drawn at the end of training, by the process that had the model
         shown["pictures"] = (workdir / "pictures.png").read_bytes()
@@ -245,7 +245,8 @@ def _table(rows: Mapping[str, Any]) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """The picture as the report embeds it."""
     content = io.BytesIO()
     FigureCanvasAgg(figure)
     figure.savefig(content, format="png", dpi=160, metadata={"Software": None})

@@ -1,5 +1,8 @@
 """The learning rate as a function of the step."""
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import optax
 
 from trillium_moe.config import OptimConfig
@@ -13,7 +16,14 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
       cosine: half a cosine from lr to final_lr * lr (Kimi K3: chosen over wsd after separate searches);
       wsd: lr until the last round(decay * steps) steps, which fall linearly to final_lr * lr.
     Both reach final_lr * lr at `steps`, one past the last step, and stay there.
+
+    A stage of a longer schedule sets config.horizon to the ladder's last step; one with a schedule of its own sets
+    config.begin to its first.
     """
+    if config.begin:
+        later = make_schedule(replace(config, begin=0, horizon=0), (config.horizon or steps) - config.begin)
+        return lambda step: later(jnp.maximum(step - config.begin, 0))
+    steps = config.horizon or steps
     warmup = max(1, round(config.warmup * steps))
     rise = optax.linear_schedule(config.lr / (warmup + 1), config.lr, warmup)
     if config.schedule == "cosine":
