@@ -7,6 +7,9 @@ WORKDIR ?= runs/tiny
 CONFIG ?= configs/pretrain.py:scale=tiny,stage=8k,shrink=16
 ARGS ?=
 DATA ?= runs/data
+LADDER ?= runs/ladder
+# Recall from the first step, and as many steps of each window as two cores do in a few minutes.
+CURRICULUM = --mix=recall --steps=300,60,20,5 --floor=1 --config.data.batch_size=16
 PYTEST_ARGS ?=
 # Test processes: one a core, at most 8 (each holds its own JAX).
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -le 8 ] || n=8; echo $$n)
@@ -15,7 +18,7 @@ run = $(VENV)/bin/python -m
 pytest = pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train vision data test test-all lint lock clean
+.PHONY: help setup train curriculum vision data test test-all lint lock clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -34,6 +37,9 @@ vision: setup ## train the tiny model on text and pictures: make vision [WORKDIR
 
 data: setup ## fetch the captioned pictures of a Debian package with apt-get into DATA: make data [DATA=runs/data]
 	$(VENV)/bin/python tools/stamps.py $(DATA)
+
+curriculum: setup ## four growing windows in a quarter of an hour: make curriculum [LADDER=runs/ladder] [ARGS=...]
+	$(run) experiments.curriculum --config=configs/pretrain.py:scale=tiny,shrink=64 --workdir=$(LADDER) $(CURRICULUM) $(ARGS)
 
 test: setup ## run the tests, without the slow ones: make test [PYTEST_ARGS=tests/data] [JOBS=2]
 	$(run) $(pytest) $(PYTEST_ARGS)

@@ -193,7 +193,7 @@ class Kit:
             put(answer)
         return Example(np.concatenate(out).astype(np.int32), tuple(answers))
 
-    def raw(self, tokens: Sequence[int], answers: Sequence[tuple[int, int]], chance: float) -> Example:
+    def raw(self, tokens: Int[np.ndarray, "n"], answers: Sequence[tuple[int, int]], chance: float) -> Example:
         """An example of symbols.
 
         Args:
@@ -201,4 +201,4 @@ class Kit:
           answers: (position of the answer, position of its evidence), one token each.
         """
         spans = tuple(Answer(a, a + 1, e / max(1, a), chance) for a, e in answers)
-        return Example(self.symbols[np.asarray(tokens, np.int64)].astype(np.int32), spans)
+        return Example(self.symbols[tokens].astype(np.int32), spans)

@@ -113,11 +113,9 @@ class MixtureRows:
         return side_by_side([self._streams["replay"][i * n + j] for j in range(n)])
 
     def _synthetic(self, i: int) -> Row:
-        """A row of 1, 2, 4 or 8 examples."""
+        """A row: half of the time one example, else 2^j of them, all sizes down to SMALLEST being as likely."""
         draw = Draw(self.seed, self.seq_len, i)
-        parts = 1 << draw.below(4)
-        while self.seq_len // parts < SMALLEST and parts > 1:
-            parts //= 2
+        parts = 1 << draw.below(max(1, self.seq_len // SMALLEST).bit_length()) if draw.below(2) else 1
         rows = []
         for j in range(parts):
             name = self.config.tasks[draw.below(len(self.config.tasks))]

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from trillium_moe.config import Config, check, check_choice
 from trillium_moe.data.examples import Kit
 from trillium_moe.data.mixture import MixtureRows
-from trillium_moe.data.packing import ConcatRows, Documents, FirstFitRows, Row, empty_row
+from trillium_moe.data.packing import ConcatRows, Documents, FirstFitRows, Row
 from trillium_moe.data.pictures import MixedRows, with_pictures
 from trillium_moe.data.sources import Source, make_source
 from trillium_moe.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer

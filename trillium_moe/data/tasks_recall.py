@@ -146,7 +146,7 @@ def palindrome(draw: Draw, n: int, kit: Kit) -> Example:
     """Symbols, a mark, and the symbols backwards."""
     m = (n - 1) // 2
     word = draw.numbers(len(kit.symbols) - 1, m)
-    tokens = [*word, len(kit.symbols) - 1, *word[::-1]]
+    tokens = np.concatenate([word, [len(kit.symbols) - 1], word[::-1]])
     return kit.raw(tokens, [(m + 1 + i, m - 1 - i) for i in range(m)], 1 / (len(kit.symbols) - 1))
 
 
@@ -168,4 +168,4 @@ def stack(draw: Draw, n: int, kit: Kit) -> Example:
             s, element = draw.below(stacks), draw.below(elements)
             held[s].append((element, len(tokens) + 2))
             tokens += [push, 2 + s, first + element]
-    return kit.raw(tokens, answers, 1 / elements)
+    return kit.raw(np.array(tokens, np.int64), answers, 1 / elements)

@@ -117,7 +117,7 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
             seen.update({name: float(value) for name, value in watched.items()}, **heldout)
             if is_logged(config, step):
                 arrays = step == 1 or is_evaluated(config, step) or is_saved(config, step)
-                writer.write(step, {**metrics, **heldout, **meter.since_last_line()}, arrays)
+                writer.write(step, {**metrics, **heldout, **meter.since_last_line(), **_memory()}, arrays)
                 for alarm in alarms(config, metrics) if runtime.is_main() else ():
                     logging.warning("step %d: %s", step, alarm)
             if progress:
@@ -328,6 +328,12 @@ def stop_signals() -> Iterator[list[str]]:
         yield names
     finally:
         restore()
+
+
+def _memory() -> dict[str, int]:
+    """The most memory that was in use on the first device, in bytes, where it tells."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {"perf/peak_bytes": stats["peak_bytes_in_use"]} if "peak_bytes_in_use" in stats else {}
 
 
 class _Throughput:
