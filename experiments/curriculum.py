@@ -31,7 +31,8 @@ def define(flags):
     DEFINE_string("hard", "multi_query", "task whose accuracy must rise from stage to stage", **own)
     DEFINE_list("tasks", ["needle", "multi_query"], "tasks to evaluate (trillium_moe/data/synthetic.py)", **own)
     DEFINE_integer("answers", 100, "answers per task and length, if --eval_tokens allows", lower_bound=1, **own)
-    DEFINE_integer("eval_tokens", 1 << 18, "tokens read per task and length at most", lower_bound=1, **own)
+    DEFINE_integer("eval_tokens", 1 << 17, "tokens read per task and length at most; at a stage's own window four "
+                   "times as many", lower_bound=1, **own)
     DEFINE_integer("longest", 0, "longest evaluation, in tokens; 0: twice the last window", lower_bound=0, **own)
     DEFINE_integer("eval_rows", 4, "sequences read side by side", lower_bound=1, **own)
     DEFINE_integer("eval_chunk", 256, "tokens of each read at once", lower_bound=2, **own)
@@ -61,7 +62,8 @@ def run(flags):
     def suite(config):
         own = [config.data.seq_len * k // 4 for k in (1, 2, 4, 8)]
         lengths = sorted({n for n in [*windows, *own] if 64 <= n <= longest})
-        return LongConfig(tuple(flags.tasks), tuple(lengths), flags.answers, flags.eval_tokens, generate=flags.generate,
+        return LongConfig(tuple(flags.tasks), tuple(lengths), flags.answers, flags.eval_tokens,
+                          focus=config.data.seq_len, capacity=max(longest, windows[-1]), generate=flags.generate,
                           rows=flags.eval_rows, chunk=flags.eval_chunk)
 
     gate = Gate(flags.gate, needle=flags.needle, hard=flags.hard)

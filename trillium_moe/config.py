@@ -72,6 +72,7 @@ class KDAConfig:
     head_dim: int = 32  # key and value width per head
     conv_size: int = 4  # taps of the causal depthwise convolution on q, k, v; 0 turns it off
     decay: str = "bounded"  # bounded: g = g_min sigmoid(e^A z); softplus: g = -e^A softplus(z) (Kimi Linear)
+    decay_per: str = "channel"  # a decay for every channel of a head, or one for the head (an ablation)
     g_min: float = -5.0  # lower bound of the log decay per token, in nats (bounded only)
     decay_rank: int = 0  # rank of the decay projection; 0: head_dim
     gate: str = "full"  # output gate: full rank, low_rank, or none
@@ -82,6 +83,7 @@ class KDAConfig:
         check_positive("model.kda", self, "n_heads", "head_dim")
         check(self.conv_size >= 0, "model.kda.conv_size", self.conv_size, "must be 0 (off) or the number of taps")
         check_choice("model.kda.decay", self.decay, ("bounded", "softplus"))
+        check_choice("model.kda.decay_per", self.decay_per, ("channel", "head"))
         check_choice("model.kda.gate", self.gate, ("full", "low_rank", "none"))
         check(self.g_min < 0, "model.kda.g_min", self.g_min, "must be negative: a log decay in nats, such as -5.0")
         tile, lowest = ChunkConfig().tile, lowest_kernel_gate(ChunkConfig().tile)
@@ -282,6 +284,7 @@ class MixtureConfig:
     synthetic_from: float = 0.8  # share of the run before which there are no tasks, if there are other rows
     replay_window: int = 0  # tokens; 0: data.seq_len
     tasks: tuple[str, ...] = ("needle",)  # drawn from evenly: `trillium_moe.data.synthetic`
+    split: float = 0.5  # share of the task rows that hold several shorter examples
     answer_weight: float = 1.0  # loss weight of an answer token; of the other tokens of a task it is 0
 
     def __post_init__(self):
@@ -292,6 +295,7 @@ class MixtureConfig:
               and (not self.before or sum(self.before) > 0), "data.mixture.before", self.before,
               f"must be () or the shares of {', '.join(KINDS)}")
         check(self.ramp <= 1, "data.mixture.ramp", self.ramp, "must lie in [0, 1]")
+        check(0 <= self.split <= 1, "data.mixture.split", self.split, "must lie in [0, 1]")
         check(self.synthetic_from <= 1, "data.mixture.synthetic_from", self.synthetic_from, "must lie in [0, 1]")
         check(len(self.tasks) > 0, "data.mixture.tasks", self.tasks, "must name at least one task")
         check_positive("data.mixture", self, "answer_weight")

@@ -37,8 +37,8 @@ def test_shares_move_from_those_of_the_stage_before_and_tasks_come_last():
     assert w[0] == pytest.approx([1, 0, 0, 0, 0])
     # half-way: (1 + .4, .2, .15, .1) over their sum, without tasks
     assert w[1] == pytest.approx(np.array([1.4, 0.2, 0.15, 0.1, 0]) / 1.85)
-    assert w[2] == w[3] == pytest.approx(np.array([0.4, 0.2, 0.15, 0.1, 0]) / 0.85)
-    assert w[4] == w[5] == pytest.approx([0.4, 0.2, 0.15, 0.1, 0.15])
+    assert w[2:4] == pytest.approx(np.array(2 * [[0.4, 0.2, 0.15, 0.1, 0]]) / 0.85)
+    assert w[4:] == pytest.approx(np.array(2 * [[0.4, 0.2, 0.15, 0.1, 0.15]]))
     r = rows(config, n=20_000)
     late = r.shares(20_000)["synthetic"] * 20_000
     assert r.shares(16_000)["synthetic"] == 0 and late / 4000 == pytest.approx(0.15, rel=0.01)
@@ -82,6 +82,14 @@ def test_tasks_carry_loss_on_answers_only():
     assert BYTES.decode(row["targets"][marked]).isdigit() and marked.sum() % 3 == 0
     ends = np.flatnonzero(np.diff(marked.astype(int)) == 1)
     assert all(chr(row["tokens"][e + 1]) == "=" for e in ends)
+
+
+def test_rows_of_one_task_alone():
+    r = rows(MixtureConfig(text=0.0, synthetic=1.0, tasks=("palindrome",), split=0.0))
+    assert r.shares(10) == {"text": 0, "long": 0, "replay": 0, "joined": 0, "synthetic": 1}
+    assert all(r[i]["segment_ids"].max() == 1 and (r[i]["weights"] > 0).sum() == 256 for i in range(4))
+    several = rows(MixtureConfig(text=0.0, synthetic=1.0, tasks=("palindrome",), split=1.0))
+    assert {int(several[i]["segment_ids"].max()) for i in range(20)} == {1, 2, 4}
 
 
 def test_packages():

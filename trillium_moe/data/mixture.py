@@ -113,9 +113,10 @@ class MixtureRows:
         return side_by_side([self._streams["replay"][i * n + j] for j in range(n)])
 
     def _synthetic(self, i: int) -> Row:
-        """A row: half of the time one example, else 2^j of them, all sizes down to SMALLEST being as likely."""
+        """A row: one example, or (config.split) 2^j of them, all sizes down to SMALLEST being as likely."""
         draw = Draw(self.seed, self.seq_len, i)
-        parts = 1 << draw.below(max(1, self.seq_len // SMALLEST).bit_length()) if draw.below(2) else 1
+        sizes = max(1, self.seq_len // SMALLEST).bit_length()
+        parts = 1 << draw.below(sizes) if draw.uniform() < self.config.split else 1
         rows = []
         for j in range(parts):
             name = self.config.tasks[draw.below(len(self.config.tasks))]

@@ -34,6 +34,8 @@ class LongConfig:
     lengths: tuple[int, ...] = (512, 1024)  # tokens of an example
     answers: int = 200  # per task and length, if `tokens` allows
     tokens: int = 1 << 20  # read per task and length, at most (one example at least)
+    focus: int = 0  # a length at which it is four times as many: the window in question
+    capacity: int = 0  # tokens that the caches hold; 0: the longest length. The same for all models: one program
     depths: int = 5  # at which needles are hidden, evenly from 0 to 1
     generate: int = 8  # examples per task and length that are also answered freely; 0: none
     text: bool = True  # loss by position and gain from context, on held-out text
@@ -84,7 +86,8 @@ def examples(task: str, kit: Kit, config: LongConfig, length: int) -> list[Examp
     """The examples of a cell, the same for every model. Raises ConfigError if the task does not fit the length."""
     out: list[Example] = []
     asked = tokens = 0
-    while asked < config.answers and (not out or tokens + length <= config.tokens):
+    budget = config.tokens * (4 if length == config.focus else 1)
+    while asked < config.answers and (not out or tokens + length <= budget):
         i = len(out)
         depth = i % config.depths / max(1, config.depths - 1) if task in WITH_DEPTH else None
         out.append(make(task, kit, length, HELD, config.seed, i, depth=depth))
@@ -153,7 +156,7 @@ def evaluate(
       documents: held-out text, for the haystacks and for the losses.
       progress: is told of every cell.
     """
-    reader = Reader(model, params, router_bias, max(config.lengths), config.rows, config.chunk)
+    reader = Reader(model, params, router_bias, config.capacity or max(config.lengths), config.rows, config.chunk)
     kit = Kit(tokenizer, documents, model.vocab_size)
     cells, texts = [], []
     for length in config.lengths:

@@ -23,8 +23,8 @@ from trillium_moe.shapes import Float, Int, PyTree
 class Read(NamedTuple):
     """What a model made of a sequence of n tokens."""
 
-    predicted: Int[np.ndarray, "n"]  # the likeliest next token after each
-    nll: Float[np.ndarray, "n"]  # nats of the token that does follow; 0 after the last
+    predicted: Int[np.ndarray, "..."]  # the likeliest next token after each
+    nll: Float[np.ndarray, "..."]  # nats of the token that does follow; 0 after the last
 
 
 class Reader:
@@ -37,7 +37,7 @@ class Reader:
         self.weights = forward.serving_weights(model, params, router_bias)
         self.cache = make_cache(model, rows, capacity)
 
-    def read(self, sequences: Sequence[Int[np.ndarray, "n"]]) -> list[Read]:
+    def read(self, sequences: Sequence[Int[np.ndarray, "..."]]) -> list[Read]:
         """Raises ConfigError for a sequence that is longer than the capacity."""
         out = []
         for at in range(0, len(sequences), self.rows):
@@ -65,7 +65,7 @@ class Reader:
         predicted, nll, self.cache = _extend(self.model, self.weights, self.cache, window[:, :-1], window[:, 1:], n)
         return predicted, nll
 
-    def continued(self, prompts: Sequence[Int[np.ndarray, "n"]], n_tokens: int) -> list[Int[np.ndarray, "new"]]:
+    def continued(self, prompts: Sequence[Int[np.ndarray, "..."]], n_tokens: int) -> list[Int[np.ndarray, "..."]]:
         """The likeliest n_tokens after each prompt, token by token.
 
         Raises:

@@ -48,10 +48,11 @@ class KDA(nnx.Module):
                 setattr(self, f"{name}_conv", param(rngs, (H, K, c.conv_size), axes, dtype, fan_in))
         rank = c.decay_rank or K
         self.decay_down = weight((D, rank), ("embed", "rank"))
-        self.decay_up = weight((rank, H, K), ("rank", "heads", "head_dim"))
+        decays = K if c.decay_per == "channel" else 1
+        self.decay_up = weight((rank, H, decays), ("rank", "heads", "head_dim"))
         a_init = zeros if c.decay == "bounded" else log_uniform_1_16
         self.a_log = param(rngs, (H,), ("heads",), dtype, a_init)
-        self.dt_bias = param(rngs, (H, K), ("heads", "head_dim"), dtype, inverse_softplus_dt)
+        self.dt_bias = param(rngs, (H, decays), ("heads", "head_dim"), dtype, inverse_softplus_dt)
         self.beta = weight((D, H), ("embed", "heads"))
         if c.gate == "full":
             self.gate = weight((D, H, K), ("embed", "heads", "head_dim"))
@@ -66,7 +67,8 @@ class KDA(nnx.Module):
         """What the decay's gate takes, without dt_bias; at least float32."""
         down = jnp.einsum("btd,dr->btr", x_BTD, self.decay_down.astype(x_BTD.dtype), precision=HIGHEST)
         up = self.decay_up.astype(x_BTD.dtype)
-        return jnp.einsum("btr,rhk->bthk", down, up, precision=HIGHEST, preferred_element_type=wide(down).dtype)
+        z = jnp.einsum("btr,rhk->bthk", down, up, precision=HIGHEST, preferred_element_type=wide(down).dtype)
+        return self._in_channels(z)
 
     def log_decay(self, decay_logits_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
         """Natural-log decay per token, head and channel, at least float32."""
@@ -75,7 +77,11 @@ class KDA(nnx.Module):
     @property
     def gate_of_decay(self) -> tuple[Float[Array, " H"], Float[Array, "H K"]]:
         """a_log and dt_bias, at least float32."""
-        return wide(self.a_log[...]), wide(self.dt_bias[...])
+        return wide(self.a_log[...]), self._in_channels(wide(self.dt_bias[...]))
+
+    def _in_channels(self, x: Float[Array, "*b _"]) -> Float[Array, "*b K"]:
+        """One decay per head is the same in all its channels."""
+        return jnp.broadcast_to(x, (*x.shape[:-1], self.config.kda.head_dim))
 
     @property
     def g_min(self) -> float | None:
