@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt
 from scipy.stats import beta
 
 from trillium_moe.config import ConfigError, ModelConfig, check, check_choice
@@ -21,7 +22,7 @@ from trillium_moe.data.packing import Documents
 from trillium_moe.data.synthetic import TASKS, WITH_DEPTH, make
 from trillium_moe.data.tokenizer import Tokenizer
 from trillium_moe.evals.reader import Read, Reader
-from trillium_moe.shapes import Int, PyTree
+from trillium_moe.shapes import PyTree
 
 HELD = 1 << 40  # first part of the keys of evaluation examples: training never uses it
 
@@ -120,7 +121,7 @@ def generated(reader: Reader, given: Sequence[Example]) -> int:
     return sum(bool((w[: len(a)] == a).all()) for w, a in zip(written, answers))
 
 
-def text_losses(reader: Reader, tokens: Int[np.ndarray, "n"], length: int, rows: int) -> dict[str, Any]:
+def text_losses(reader: Reader, tokens: UInt[np.ndarray, "n"], length: int, rows: int) -> dict[str, Any]:
     """Loss by position, and the gain from context, over up to `rows` stretches of held-out text.
 
     Returns:
@@ -135,7 +136,7 @@ def text_losses(reader: Reader, tokens: Int[np.ndarray, "n"], length: int, rows:
     quarter = np.stack([r.nll for r in reader.read([w[-(length // 4) :] for w in whole])])
     tail = max(1, length // 8)
     edges = [2**k for k in range(int(math.log2(length)) + 1)]
-    by_position = [float(full[:, a : min(2 * a, length) - 1].mean()) for a in edges[:-1] if a < length - 1]
+    by_position = [float(full[:, a : min(2 * a, length - 1)].mean()) for a in edges[:-1] if a < length - 1]
     gain = quarter[:, -tail:-1].mean() - full[:, -tail:-1].mean()
     return {"length": length, "rows": len(starts), "positions": edges[: len(by_position)], "nll": by_position,
             "gain": float(gain), "loss": float(full[:, :-1].mean())}
