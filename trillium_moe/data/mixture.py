@@ -133,7 +133,7 @@ class MixtureRows:
         return side_by_side(rows)
 
 
-def side_by_side(rows: list[Row]) -> Row:
+def side_by_side(rows: list[dict]) -> dict:
     """Rows joined into one longer row, their segments kept apart."""
     out = {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
     last = np.cumsum([0] + [int(row["segment_ids"].max()) for row in rows[:-1]])
