@@ -23,6 +23,7 @@ from pallas_kernels.attention.blocks import block_size, keys_at_once
 from pallas_kernels.dispatch import is_hopper, target
 
 HIGHEST = jax.lax.Precision.HIGHEST
+RUN = 128  # queries of one sequence from which on expanding all its keys for the Hopper kernel is the smaller part
 
 
 def absorbs(T: int, R: int, N: int, V: int) -> bool:
@@ -62,7 +63,7 @@ def cached_attention(
     operand = (lambda x: x.astype(wide)) if target()[0] == "cpu" else lambda x: x
     dot = lambda spec, a, b: jnp.einsum(spec, operand(a), operand(b), preferred_element_type=wide, precision=HIGHEST)
     absorbed = absorbs(T, R, N, v_up_RHV.shape[-1])
-    if B == 1 and not absorbed and is_hopper():
+    if B == 1 and T >= RUN and is_hopper():
         try:
             return _run(q_BTHK, position_BT[:, 0], read(0, capacity), k_up_RHN, v_up_RHV, scale)
         except NotImplementedError:

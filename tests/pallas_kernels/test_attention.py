@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, attention_runs, xla
+from pallas_kernels.attention import attention, attention_runs, blocks, cached, xla
 
 
 def example(T, segments):
@@ -67,3 +67,26 @@ def test_runs_are_rows_of_the_whole(packed):
     (_, wanted), expected = jax.value_and_grad(whole, (0, 1, 2), has_aux=True)(q, k, up)
     for a, b in zip((o, *found), (wanted, *expected)):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_chunk_of_one_cached_sequence_is_a_run_on_hopper(monkeypatch):
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    latents, q, k_up, v_up = draw(1, 64, 12), draw(1, 16, 2, 12), draw(8, 2, 8), draw(8, 2, 8)
+    latents[:, 40:] = 1e4  # not there yet
+    position = 24 + np.arange(16)[None]
+    read = lambda start, size: jax.lax.dynamic_slice_in_dim(jnp.asarray(latents), start, size, 1)
+    call = lambda: cached.cached_attention(q, position, read, 64, jnp.int32(40), k_up, v_up, scale=0.3)
+    expected = call()
+    monkeypatch.setattr(cached, "RUN", 16)
+    used = []
+    monkeypatch.setattr(cached, "is_hopper", lambda: True)
+    monkeypatch.setattr(cached.pallas_gpu, "runs", lambda *args: used.append(args) or blocks.runs(*args))
+    np.testing.assert_allclose(call(), expected, rtol=1e-5, atol=1e-5)
+    assert len(used) == 1
+
+    def refuses(*args):
+        raise NotImplementedError
+
+    monkeypatch.setattr(cached.pallas_gpu, "runs", refuses)
+    np.testing.assert_array_equal(call(), expected)
