@@ -74,7 +74,8 @@ def test_a_chunk_of_one_cached_sequence_is_a_run_on_hopper(monkeypatch):
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     latents, q, k_up, v_up = draw(1, 64, 12), draw(1, 16, 2, 12), draw(8, 2, 8), draw(8, 2, 8)
     latents[:, 40:] = 1e4  # not there yet
-    position = 24 + np.arange(16)[None]
+    position = 24 + jnp.arange(16)[None]
+    q, k_up, v_up = map(jnp.asarray, (q, k_up, v_up))
     read = lambda start, size: jax.lax.dynamic_slice_in_dim(jnp.asarray(latents), start, size, 1)
     call = lambda: cached.cached_attention(q, position, read, 64, jnp.int32(40), k_up, v_up, scale=0.3)
     expected = call()
