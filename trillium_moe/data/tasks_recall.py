@@ -45,7 +45,8 @@ def _room(kit: Kit, n: int) -> int:
 def _some(draw: Draw, kit: Kit, n: int) -> int:
     """How many pairs a training example has: half of the time or so a full window, else down to one."""
     most = _room(kit, n)
-    return max(1, most >> draw.below(min(7, most.bit_length())))
+    halvings = min(7, most.bit_length())
+    return max(1, most >> min(draw.below(halvings), draw.below(halvings)))
 
 
 def _needles(draw: Draw, n: int, kit: Kit, keys: int, asked: int, depth: float | None = None) -> Example:
