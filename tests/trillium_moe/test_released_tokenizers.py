@@ -11,6 +11,7 @@ from trillium_moe.config import ConfigError, DataConfig
 from trillium_moe.data import ByteTokenizer
 from trillium_moe.data.chat import ChatFormat, chat_format
 from trillium_moe.data.tokenizer import BPETokenizer, make_tokenizer
+from trillium_moe.infer.chat import chat_parts
 from trillium_moe.interop.tokenizers import PATTERN, ReleasedTokenizer
 
 TEXTS = ("def f(x):\n\treturn x + 12345  # three\r\n\n", "it's I'LL we'Ve don't", "汉字和 kana かな、mixed漢字text",
@@ -117,7 +118,7 @@ def test_chat_formats(kimi):
     tokenizer = ReleasedTokenizer(kimi[0])
     special, text = tokenizer.special_ids, lambda s: tokenizer.encode(s).tolist()
     messages = [{"role": "system", "content": "be <|im_end|>"}, {"role": "tool", "content": "x"}]
-    assert tokenizer.chat.encode(tokenizer, messages) == [
+    assert sum(chat_parts(tokenizer, messages), []) == [
         special["<|im_system|>"], *text("system"), special["<|im_middle|>"], *text("be <|im_end|>"),
         special["<|im_end|>"],
         special["<|im_system|>"], *text("tool"), special["<|im_middle|>"], *text("x"), special["<|im_end|>"],
@@ -125,7 +126,7 @@ def test_chat_formats(kimi):
     assert tokenizer.chat.stop_ids(tokenizer) == [special["<|im_end|>"]]
     byte = ByteTokenizer()
     mark, text = byte.specials, lambda s: byte.encode(s).tolist()
-    assert byte.chat.encode(byte, [{"role": "user", "content": "[sep]"}]) == [
+    assert sum(chat_parts(byte, [{"role": "user", "content": "[sep]"}]), []) == [
         byte.bos_id, mark["[open]"], *text("user"), mark["[sep]"], *text("[sep]"), mark["[end_of_msg]"],
         mark["[open]"], *text("assistant"), mark["[sep]"]]  # fmt: skip
 
@@ -138,11 +139,11 @@ def test_a_chat_format_from_a_file(kimi, tmp_path):
            "stops": ["[EOS]"]}
     (tmp_path / "chat_format.json").write_text(json.dumps(own))
     tokenizer = ReleasedTokenizer(tmp_path)
-    ids = tokenizer.chat.encode(tokenizer, [{"role": "user", "content": "hi"}])
+    ids = sum(chat_parts(tokenizer, [{"role": "user", "content": "hi"}]), [])
     text = lambda s: tokenizer.encode(s).tolist()
     assert ids == [400, *text("{role}: "), *text("hi"), 401, *text("assistant: ")]
     for change, says in (({"messages": []}, "did you mean 'message'"), ({"stops": ["[NO]"]}, "not a special token"),
-                         ({"begin": "x"}, "list of texts")):
+                         ({"begin": "x"}, "list of texts"), ({"message": ["{role}"]}, "{content} once")):
         with pytest.raises(ConfigError, match=says):
             chat_format("chat_format.json", tokenizer.special_ids, change)
     assert chat_format("", {"[open]": 3}) == ChatFormat()

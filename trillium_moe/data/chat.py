@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -32,24 +32,20 @@ class ChatFormat:
     stops: tuple[str, ...] = ("[end_of_msg]",)
     marks: tuple[tuple[str, str], ...] = ()
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Any]) -> list[int]:
-        """Ids of a conversation, up to the opening of the assistant's next message.
+    def __post_init__(self):
+        check(self.message.count("{content}") == 1, "message", self.message, "must hold {content} once")
 
-        Raises:
-          ConfigError: no messages, or one that is not an object of role and content.
-        """
-        check(len(messages) > 0, "messages", [], "must hold at least one message")
-        ids = self._ids(tokenizer, self.begin, {})
-        for i, message in enumerate(messages):
-            ok = isinstance(message, dict) and set(message) == {"role", "content"}
-            check(ok and isinstance(message["content"], str), f"messages[{i}]", str(message)[:64],
-                  "must be an object of role and content, both texts")
-            role = str(message["role"])
-            check_choice(f"messages[{i}].role", role[:64], ROLES)
-            mark = dict(self.marks).get(role, self.marks[0][1] if self.marks else "")
-            values = {"{role}": role, "{content}": message["content"], "{mark}": mark}
-            ids += self._ids(tokenizer, self.message, values)
-        return ids + self._ids(tokenizer, self.answer, {})
+    def begin_ids(self, tokenizer: Tokenizer) -> list[int]:
+        return self._ids(tokenizer, self.begin, {})
+
+    def answer_ids(self, tokenizer: Tokenizer) -> list[int]:
+        return self._ids(tokenizer, self.answer, {})
+
+    def around(self, tokenizer: Tokenizer, role: str) -> tuple[list[int], list[int]]:
+        """What stands before and after the content of a message."""
+        mark = dict(self.marks).get(role, self.marks[0][1] if self.marks else "")
+        at, values = self.message.index("{content}"), {"{role}": role, "{mark}": mark}
+        return tuple(self._ids(tokenizer, part, values) for part in (self.message[:at], self.message[at + 1 :]))
 
     def stop_ids(self, tokenizer: Tokenizer) -> list[int]:
         return [tokenizer.special_ids[name] for name in self.stops]
@@ -58,8 +54,7 @@ class ChatFormat:
         ids: list[int] = []
         for part in parts:
             text = values.get(part, part)
-            # what a user writes is text, whatever it spells
-            special = part != "{content}" and text in tokenizer.special_ids
+            special = text in tokenizer.special_ids
             ids += [tokenizer.special_ids[text]] if special else tokenizer.encode(text).tolist()
         return ids
 

@@ -68,7 +68,10 @@ class ReleasedTokenizer(BPETokenizer):
         self._take(backend, names, add=False)
         check("<|eos|>" in self.specials, f"{directory}/tokenizer_config.json eos_token", config.get("eos_token"),
               "must name the special token that ends a text")
-        for name in ("<|pad|>", "<|bos|>"):  # a tokenizer without them separates and fills with what ends a text
+        image = (read_json(f) if (f := directory / "config.json").is_file() else {}).get("media_placeholder_token_id")
+        if type(image) is int and 0 <= image < self.vocab_size:
+            self.specials["<|image|>"] = image
+        for name in ("<|pad|>", "<|bos|>", "<|image|>"):  # a tokenizer without them fills with what ends a text
             self.specials.setdefault(name, self.eos_id)
         self._special_ids = special_ids | self.specials
         own = directory / "chat_format.json"
