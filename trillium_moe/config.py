@@ -71,9 +71,10 @@ class KDAConfig:
     n_heads: int = 2
     head_dim: int = 32  # key and value width per head
     conv_size: int = 4  # taps of the causal depthwise convolution on q, k, v; 0 turns it off
-    decay: str = "bounded"  # bounded: g = g_min sigmoid(e^A z); softplus: g = -e^A softplus(z) (Kimi Linear)
+    decay: str = "bounded"  # bounded: g = g_min sigmoid(e^A z); softplus: g = -e^A softplus(z) (Kimi Linear);
+    # deep: as bounded, with a g_min beyond what the kernels' tiles can hold, computed as slowly as softplus
     decay_per: str = "channel"  # a decay for every channel of a head, or one for the head (an ablation)
-    g_min: float = -5.0  # lower bound of the log decay per token, in nats (bounded only)
+    g_min: float = -5.0  # lower bound of the log decay per token, in nats (bounded and deep)
     decay_rank: int = 0  # rank of the decay projection; 0: head_dim
     gate: str = "full"  # output gate: full rank, low_rank, or none
     gate_rank: int = 0  # rank of the low_rank gate; 0: head_dim
@@ -82,7 +83,7 @@ class KDAConfig:
     def __post_init__(self):
         check_positive("model.kda", self, "n_heads", "head_dim")
         check(self.conv_size >= 0, "model.kda.conv_size", self.conv_size, "must be 0 (off) or the number of taps")
-        check_choice("model.kda.decay", self.decay, ("bounded", "softplus"))
+        check_choice("model.kda.decay", self.decay, ("bounded", "softplus", "deep"))
         check_choice("model.kda.decay_per", self.decay_per, ("channel", "head"))
         check_choice("model.kda.gate", self.gate, ("full", "low_rank", "none"))
         check(self.g_min < 0, "model.kda.g_min", self.g_min, "must be negative: a log decay in nats, such as -5.0")

@@ -8,6 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.kda.api import IMPLEMENTATIONS, check
+from pallas_kernels.kda.config import ChunkConfig
+from pallas_kernels.kda.numerics import lowest_kernel_gate
 from pallas_kernels.kda.pallas_gpu import kda_gated_pallas_gpu
 from pallas_kernels.kda.pallas_tpu import kda_gated_pallas_tpu
 from pallas_kernels.kda.reference import L2_EPS, State
@@ -44,7 +46,8 @@ def kda_gated(
         the decay.
       beta_logits: before the sigmoid.
       a_log, dt_bias: log slope of each head's gate, and bias of each key channel's logit.
-      g_min: lower bound of the gate in nats per token, negative. None: g = -e^a_log softplus(decay_logits + dt_bias),
+      g_min: lower bound of the gate in nats per token, negative; below what tiles can hold (`numerics`), the work is
+        done as for an unbounded gate. None: g = -e^a_log softplus(decay_logits + dt_bias),
         which has none (Kimi Linear); as `g_min=None` of `kda`.
       scale, initial_state, segment_ids, implementation: see `kda`.
 
@@ -109,7 +112,9 @@ def unit(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
 
 
 def _composed(op, q, k, v, decay_logits, beta, a_log, dt_bias, *, g_min, **rest):
-    return op(unit(q), unit(k), v, log_decay(decay_logits, a_log, dt_bias, g_min), beta, g_min=g_min, **rest)
+    g = log_decay(decay_logits, a_log, dt_bias, g_min)
+    held = g_min is not None and g_min >= lowest_kernel_gate(ChunkConfig().tile)
+    return op(unit(q), unit(k), v, g, beta, g_min=g_min if held else None, **rest)
 
 
 _IMPLEMENTATIONS = {name: functools.partial(_composed, op) for name, op in IMPLEMENTATIONS.items()}

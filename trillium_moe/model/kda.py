@@ -50,7 +50,7 @@ class KDA(nnx.Module):
         self.decay_down = weight((D, rank), ("embed", "rank"))
         decays = K if c.decay_per == "channel" else 1
         self.decay_up = weight((rank, H, decays), ("rank", "heads", "head_dim"))
-        a_init = zeros if c.decay == "bounded" else log_uniform_1_16
+        a_init = log_uniform_1_16 if c.decay == "softplus" else zeros
         self.a_log = param(rngs, (H,), ("heads",), dtype, a_init)
         self.dt_bias = param(rngs, (H, decays), ("heads", "head_dim"), dtype, inverse_softplus_dt)
         self.beta = weight((D, H), ("embed", "heads"))
@@ -85,7 +85,7 @@ class KDA(nnx.Module):
 
     @property
     def g_min(self) -> float | None:
-        return self.config.kda.g_min if self.config.kda.decay == "bounded" else None
+        return None if self.config.kda.decay == "softplus" else self.config.kda.g_min
 
     def __call__(self, x_BTD: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
         c = self.config.kda

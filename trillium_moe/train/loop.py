@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import signal
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 from absl import logging
 from etils import epath
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 from trillium_moe.config import Config, ConfigError, TrainConfig, check, load_config, save_config
@@ -41,10 +42,9 @@ from trillium_moe.parallel.sharding import batch_spec, state_shardings, with_sha
 from trillium_moe.shapes import PyTree
 from trillium_moe.train import checkpoint
 from trillium_moe.train.checkpoint import NonFiniteError
-from trillium_moe.train.figures_vision import picture_plate
+from trillium_moe.train.facts import write_facts
 from trillium_moe.train.load import alarms
 from trillium_moe.train.metrics import MetricWriter, start_fetch
-from trillium_moe.train.report import write_facts, write_report
 from trillium_moe.train.state import abstract_state, init_state
 from trillium_moe.train.step import make_eval_step, make_train_step
 
@@ -68,6 +68,7 @@ class Task:
     tokens_per_step: int
     shardings: PyTree | None = None  # of the state, which is made and restored so; None: on one device
     start: str = ""  # directory of a run whose newest state is the one before the first step; "": init's
+    initialise: Callable[[], PyTree] | None = None  # `init`, compiled; None: compiled for this run
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,10 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
     return Outcome(step, state, finished, seen)
 
 
-def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> Outcome:
+def train(config: Config, workdir: epath.PathLike, *, progress: bool = True, report: bool = True) -> Outcome:
     """Trains the model that `config` describes in `workdir`, or resumes it there. Ends with a report and a sample.
+
+    Calls in turn whose configs differ in the seed alone share one compilation.
 
     Raises:
       ConfigError: for a config that cannot work, or a workdir that holds a run of another one.
@@ -174,7 +177,7 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
         if runtime.is_main():
             save_config(config, workdir)  # only now that the data exist
             write_facts(workdir, config, order0_bits_per_byte=_order0(config))
-    eval_step = make_eval_step(config, mesh)
+    programs = _programs(dataclasses.replace(config, name="", seed=0), mesh)
     place = lambda batch: runtime.place(batch, layout, range(rows), rows)
     suite = vision.Suite(config, tokenizer, mesh, place) if config.images.share else None
 
@@ -182,7 +185,7 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
         probe = []  # the experts of the first batch, which is always the same
 
         def step(*args):
-            sums = dict(eval_step(*args))
+            sums = dict(programs.evaluate(*args))
             experts = sums.pop("experts", None)
             if experts is not None and not probe:
                 probe.append(experts)
@@ -199,12 +202,13 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
     placed = runtime.Placed(iter(batches), layout, own_rows, rows)
     task = Task(
         init=lambda: init_state(config),
-        step=_with_shares(make_train_step(config, mesh), batches.rows, placed),
+        step=_with_shares(programs.step, batches.rows, placed),
         batches=placed,
         evaluate=evaluate,
         tokens_per_step=config.data.batch_size * config.data.seq_len,
-        shardings=state_shardings(abstract_state(config), mesh),
+        shardings=programs.shardings,
         start=config.train.start,
+        initialise=functools.partial(programs.initialise, jax.random.key(config.seed)),
     )
     outcome = fit(config.train, workdir, task, progress=progress)
     if not runtime.is_main():
@@ -215,11 +219,41 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True) -> 
         model = LoadedModel(config, outcome.step, outcome.state.params, outcome.state.router_bias, tokenizer)
         (epath.Path(workdir) / "sample.txt").write_text(_sample(model))
     if suite is not None and suite.found:
+        from trillium_moe.train.figures_vision import picture_plate
+
         (epath.Path(workdir) / "pictures.png").write_bytes(picture_plate(suite.said(4)))
-    report = write_report(workdir)
-    if progress:
-        print(f"report: {report}", file=sys.stderr)
+    if report:
+        # imported late: matplotlib, which a run itself does not need
+        from trillium_moe.train.report import write_report
+
+        page = write_report(workdir)
+        if progress:
+            print(f"report: {page}", file=sys.stderr)
     return outcome
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """What is compiled for a run."""
+
+    initialise: Callable  # key -> state
+    step: Callable
+    evaluate: Callable
+    shardings: PyTree
+
+
+@functools.lru_cache(maxsize=1)
+def _programs(config: Config, mesh: Mesh) -> _Programs:
+    """Kept from one run to the next: neither the seed nor the name is part of any program."""
+    shardings = state_shardings(abstract_state(config), mesh)
+    return _Programs(_compiled(functools.partial(init_state, config), shardings), make_train_step(config, mesh),
+                     make_eval_step(config, mesh), shardings)
+
+
+def _compiled(init: Callable[..., PyTree], shardings: PyTree) -> Callable[..., PyTree]:
+    # it runs once, and XLA's CPU backend takes five times longer to optimise it than not to
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(init, out_shardings=shardings, compiler_options=options)
 
 
 def _with_shares(step: Callable, rows: Any, batches: runtime.Placed) -> Callable:
@@ -282,9 +316,7 @@ def _restore_or_init(config: TrainConfig, workdir: epath.PathLike, task: Task) -
               f"train.start={task.start!r} holds a run of {restored.step} steps; give that number")
         return restored.state, restored.step
     if not checkpoint.steps(workdir):
-        # it runs once, and XLA's CPU backend takes five times longer to optimise it than not to
-        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(task.init, out_shardings=task.shardings, compiler_options=options)(), 0
+        return (task.initialise or _compiled(task.init, task.shardings))(), 0
     restored = checkpoint.restore(workdir, _abstract(task))
     checkpoint.set_aside(workdir, after=restored.step)
     task.batches.set_state(restored.data_state)

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import datetime
 import html
-import importlib.metadata
 import io
-import json
-import os
-import platform
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,7 +16,8 @@ from matplotlib.figure import Figure
 
 from trillium_moe.config import Config, load_config
 from trillium_moe.train import figures
-from trillium_moe.train.counts import count_modules, human, totals
+from trillium_moe.train.counts import human
+from trillium_moe.train.facts import read_facts
 from trillium_moe.train.figures_vision import vision_accuracy
 from trillium_moe.train.metrics import array_steps, read_arrays, read_metrics
 from trillium_moe.train.report_page import PAGE
@@ -83,22 +76,6 @@ CAPTIONS = {
 WIDE = ("loss", "history", "routing", "vision", "pictures")  # pictures that take the page's full width
 
 
-def write_facts(workdir: epath.PathLike, config: Config, **more: Any) -> None:
-    """Writes `run.json`: what the report says about a run that only the training process knows."""
-    path = epath.Path(workdir) / "run.json"
-    before = json.loads(path.read_text()) if path.exists() else {}  # a resumed run began when its first part did
-    facts = {
-        "started": before.get("started") or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": _hardware(),
-        "versions": f"Python {platform.python_version()}, "
-                    + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax")),
-        "git_commit": _git_commit(),
-        "parameters": totals(count_modules(config.model)),
-        **more,
-    }
-    path.write_text(json.dumps(facts, indent=2) + "\n")
-
-
 def write_report(workdir: epath.PathLike) -> epath.Path:
     """Writes `report.html`, and its pictures into `figures/`. Returns the page's path.
 
@@ -109,7 +86,7 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
     config = load_config(workdir)
     lines = read_metrics(workdir)
     step, arrays = read_arrays(workdir)
-    facts = json.loads((workdir / "run.json").read_text()) if (workdir / "run.json").exists() else {}
+    facts = read_facts(workdir)
     pictures = {
         "loss": figures.losses(lines, facts.get("order0_bits_per_byte")),
         "load": figures.expert_load(arrays.get("router/load_LE"), config),
@@ -251,25 +228,3 @@ def png(figure: Figure) -> bytes:
     FigureCanvasAgg(figure)
     figure.savefig(content, format="png", dpi=160, metadata={"Software": None})
     return content.getvalue()
-
-
-def _hardware() -> str:
-    """`8 × NVIDIA H200`, or the processor and its cores."""
-    if jax.default_backend() != "cpu":
-        hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
-        return f"{jax.device_count()} × {jax.devices()[0].device_kind}{hosts}"
-    info = Path("/proc/cpuinfo")
-    models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-              ] if info.exists() else []
-    return f"{os.cpu_count()} cores, {(models or [platform.processor() or platform.machine()])[0]}"
-
-
-def _git_commit() -> str:
-    """Commit of the source tree, with "+ changes" if it has any; "" outside a repository."""
-    def git(*args: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *args]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + (" + changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -67,7 +67,12 @@ def optimizer(config: Config) -> optax.GradientTransformation:
     return make_optimizer(config.optim, config.train.steps, model_def(config.model)[1])
 
 
-def init_state(config: Config) -> TrainState:
-    """The state before the first step, a pure function of config.seed. Call it under `jax.jit` or `jax.eval_shape`."""
-    _, params, bias = new_model(config.model, jax.random.fold_in(jax.random.key(config.seed), 0))
+def init_state(config: Config, key: Array | None = None) -> TrainState:
+    """The state before the first step, a pure function of config.seed. Call it under `jax.jit` or `jax.eval_shape`.
+
+    Args:
+      key: `jax.random.key(config.seed)`, as an argument of the program that is then compiled for every seed.
+    """
+    key = jax.random.key(config.seed) if key is None else key
+    _, params, bias = new_model(config.model, jax.random.fold_in(key, 0))
     return TrainState(jnp.zeros((), jnp.int32), params, bias, optimizer(config).init(params))

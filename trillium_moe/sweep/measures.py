@@ -1,0 +1,63 @@
+"""Columns of a sweep's table beside the held-out loss: each is a number read off the metrics of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Lines = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    title: str
+    read: Callable[[Lines], float | None]  # None: the run does not have it, or never got there
+    digits: int = 3
+
+
+def last(name: str) -> Callable[[Lines], float | None]:
+    """The newest value of a metric."""
+    return lambda lines: next((line[name] for line in reversed(lines) if name in line), None)
+
+
+def highest(name: str) -> Callable[[Lines], float | None]:
+    return lambda lines: max((line[name] for line in lines if name in line), default=None)
+
+
+def steps_to_balance(lines: Lines) -> float | None:
+    """Steps after which MaxVio, mean over layers, is for the first time below twice the sampling floor."""
+    for line in lines:
+        if "router/floor" in line and line["router/max_violation"] < 2 * line["router/floor"]:
+            return float(line["step"])
+    return None
+
+
+def violation_area(lines: Lines) -> float | None:
+    """Mean of MaxVio over the steps of the run (area under the curve, over its length)."""
+    pairs = [(line["step"], line["router/max_violation"]) for line in lines if "router/max_violation" in line]
+    if len(pairs) < 2:
+        return None
+    steps, values = np.array(pairs, float).T
+    return float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
+
+
+def violation_tail(lines: Lines) -> float | None:
+    """Mean of MaxVio over the last fifth of the steps."""
+    values = [line["router/max_violation"] for line in lines if "router/max_violation" in line]
+    return float(np.mean(values[-max(1, len(values) // 5):])) if values else None
+
+
+MEASURES = {
+    "steps_to_balance": Measure("steps to MaxVio < 2 floors", steps_to_balance, 0),
+    "violation_area": Measure("mean MaxVio", violation_area),
+    "violation_tail": Measure("MaxVio, last fifth", violation_tail),
+    "violation_floor": Measure("sampling floor", last("router/floor")),
+    "dead_experts": Measure("dead experts", last("router/dead_total"), 0),
+    "churn": Measure("routing churn", last("router/churn")),
+    "max_logit": Measure("largest attention logit", highest("mla/max_logit"), 1),
+    "min_log_decay": Measure("fastest log decay", last("kda/min_log_decay"), 2),
+    "grad_norm_max": Measure("largest gradient norm", highest("train/grad_norm"), 2),
+}
