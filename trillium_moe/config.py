@@ -427,18 +427,18 @@ class TrainConfig:
     eval_every: int = 100  # steps between held-out evaluations; 0: only at the end
     eval_batches: int = 8  # batches per held-out evaluation
     checkpoint_every: int = 100  # steps between checkpoints; 0: only at the end
-    keep: int = 2  # newest checkpoints kept
+    keep: int = 2  # newest checkpoints kept; 0: none are written, and a run that is stopped cannot be resumed
     sample_tokens: int = 256  # length of the text sample written at the end; 0: none
     alarm_violation: float = 4.0  # warn in the log when a layer's MaxVio (largest load / mean - 1) is above; 0: off
     alarm_dead: float = 0.1  # warn when a larger share of a layer's experts has under a tenth of the mean load; 0: off
 
     def __post_init__(self):
-        check_positive("train", self, "steps", "micro_batches", "log_every", "eval_batches", "keep")
+        check_positive("train", self, "steps", "micro_batches", "log_every", "eval_batches")
         check(0 <= self.first_step < self.steps, "train.first_step", self.first_step,
               f"must lie in [0, train.steps={self.steps})")
         check(self.start != "" or self.first_step == 0, "train.start", self.start,
               f"train.first_step={self.first_step} needs the run that did those steps")
-        for name in ("eval_every", "checkpoint_every", "sample_tokens", "alarm_violation", "alarm_dead"):
+        for name in ("keep", "eval_every", "checkpoint_every", "sample_tokens", "alarm_violation", "alarm_dead"):
             check(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
 
 

@@ -5,7 +5,8 @@ auxiliary loss and the sign rule, Wang et al. 2024) are within the noise of runs
 Option `rules`: four (default) or all.
 """
 
-from configs.ablations.common import base
+from configs.ablations.common import base, pick
+from trillium_moe.config import check_choice
 from trillium_moe.sweep.plan import Sweep, chain, named
 
 BALANCING = "model.moe.balancing"
@@ -24,12 +25,13 @@ REST = chain(
 
 
 def get_sweep(options: str = "") -> Sweep:
-    rules = "rules=all" in options.split(",")
-    config, seeds = base(",".join(o for o in options.split(",") if not o.startswith("rules=")), steps=200)
+    options, rules = pick(options, "rules", "four")
+    check_choice("option rules", rules, ("four", "all"))
+    config, seeds = base(options)
     return Sweep(
         question="Balancing of experts: how fast, and at what price?",
         base=config,
-        arms=chain(FOUR, REST) if rules else FOUR,
+        arms=chain(FOUR, REST) if rules == "all" else FOUR,
         baseline="quantile",
         seeds=seeds,
         measures=("steps_to_balance", "violation_area", "violation_tail", "violation_floor", "dead_experts"),

@@ -97,7 +97,7 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
         state, start = _restore_or_init(config, workdir, task)
-        checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, config.keep))
+        checkpoints = stack.enter_context(checkpoint.open_checkpoints(workdir, config.keep)) if config.keep else None
         writer = stack.enter_context(MetricWriter(workdir, start))
         progress = progress and runtime.is_main()
         bar = stack.enter_context(tqdm(total=config.steps, initial=start, unit="step", disable=not progress,
@@ -144,14 +144,14 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
                     checkpoint.save(checkpoints, step, state, task.batches.get_state())
                 saved = step
         flush()
-        if saved != step:  # stopped between checkpoints
+        if saved != step and config.keep:  # stopped between checkpoints
             writer.sync()
             checkpoint.save(checkpoints, step, state, task.batches.get_state())
     finished = step >= config.steps
     if not finished:
         path = checkpoint.checkpoint_dir(workdir) / str(step)
-        print(f"stopped by {stop[0] if stop else 'SIGTERM'} after step {step}: saved to {path}; the same command "
-              "resumes", file=sys.stderr)
+        kept = f"saved to {path}; the same command resumes" if config.keep else "nothing is kept (train.keep=0)"
+        print(f"stopped by {stop[0] if stop else 'SIGTERM'} after step {step}: {kept}", file=sys.stderr)
     return Outcome(step, state, finished, seen)
 
 
@@ -301,7 +301,8 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
 
 
 def is_saved(config: TrainConfig, step: int) -> bool:
-    return step == config.steps or (config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
+    due = step == config.steps or (config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
+    return due and config.keep > 0
 
 
 def is_logged(config: TrainConfig, step: int) -> bool:
