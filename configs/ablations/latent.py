@@ -29,7 +29,7 @@ def get_sweep(options: str = "") -> Sweep:
         ),
         baseline=f"latent {moe.latent_dim}/{D}",
         seeds=seeds,
-        measures=("grad_norm_max", "activation_max"),
+        measures=("grad_norm_max", "max_logit"),
         published="at equal experts +0.055 and +0.045 nats without the norm, +0.012 and +0.0045 with it, against "
                   "full-width experts (marin-community/marin, 20.8M and 60.6M active parameters).",
     )

@@ -33,6 +33,7 @@ from trillium_moe.config import ConfigError, load_config
 from trillium_moe.sweep.plan import Run, Sweep
 
 DONE = ("finished", "diverged")
+WORKER = (sys.executable, "-m", "experiments.sweep")
 
 
 def read_outcome(workdir: epath.PathLike, run: Run) -> dict[str, Any]:
@@ -138,8 +139,9 @@ class Launcher:
     """Works off a sweep with up to `parallel` workers at a time (on each GPU of `gpus`, if any are named)."""
 
     def __init__(self, sweep: Sweep, spec: str, workdir: epath.PathLike, parallel: int = 1, gpus: Sequence[str] = (),
-                 say: Callable[[str], None] = print):
+                 say: Callable[[str], None] = print, worker: Sequence[str] = WORKER):
         self.sweep, self.spec, self.workdir, self.say = sweep, spec, epath.Path(workdir), say
+        self.command = [*worker, f"--sweep={spec}", f"--workdir={workdir}"]
         self.slots = deque(list(gpus or [""]) * parallel)
         self.parallel = parallel
         self.workers: dict[subprocess.Popen, tuple[list[Run], str]] = {}
@@ -171,12 +173,10 @@ class Launcher:
         log = self.workdir / "logs" / f"{runs[0].folder.split('/')[1]}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         only = ",".join(str(run.index) for run in runs)
-        command = [sys.executable, "-m", "experiments.sweep", f"--sweep={self.spec}", f"--workdir={self.workdir}",
-                   f"--only={only}"]
         with open(log, "a") as out:
             # a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
-            worker = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=self._environment(slot),
-                                      start_new_session=True)
+            worker = subprocess.Popen([*self.command, f"--only={only}"], stdout=out, stderr=subprocess.STDOUT,
+                                      env=self._environment(slot), start_new_session=True)
         self.workers[worker] = runs, slot
 
     def _environment(self, slot: str) -> dict[str, str]:

@@ -97,6 +97,7 @@ class Row:
     deviation: float | None = None  # over seeds
     difference: float | None = None  # from the baseline of the same rung
     pooled: float | None = None  # seed deviation, arm and baseline together
+    paired: tuple[float, float] | None = None  # mean and 95% half-width of the differences between runs of one seed
     verdict: str = ""
 
     def count(self, status: str) -> int:
@@ -137,7 +138,7 @@ def _with_statistics(row: Row) -> Row:
     if not n:
         return row
     deviation = float(row.losses.std(ddof=1)) if n > 1 else None
-    interval = float(student.ppf(0.975, n - 1) * deviation / math.sqrt(n)) if n > 1 else None
+    interval = _half_width(row.losses) if n > 1 else None
     return dataclasses.replace(row, mean=float(row.losses.mean()), deviation=deviation, interval=interval)
 
 
@@ -158,7 +159,21 @@ def _compared(row: Row, base: Row | None) -> Row:
         verdict = "no difference"
     else:
         verdict = "better" if difference < 0 else "worse"
-    return dataclasses.replace(row, difference=difference, pooled=pooled, verdict=verdict)
+    return dataclasses.replace(row, difference=difference, pooled=pooled, paired=_paired(row, base), verdict=verdict)
+
+
+def _paired(row: Row, base: Row) -> tuple[float, float] | None:
+    """Differences seed by seed: runs of one seed read the same data, in the same order."""
+    of_base = {r.run.seed: r.loss for r in base.results if r.loss is not None}
+    pairs = [r.loss - of_base[r.run.seed] for r in row.results if r.loss is not None and r.run.seed in of_base]
+    if len(pairs) < 2:
+        return None
+    return float(np.mean(pairs)), _half_width(np.array(pairs))
+
+
+def _half_width(values: np.ndarray) -> float:
+    """Of the 95% interval of a mean (Student)."""
+    return float(student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
 
 
 # --- tables
@@ -184,6 +199,7 @@ def columns(sweep: Sweep, rows: Sequence[Row]) -> dict[str, list[str]]:
         _number(row.mean, 4) + (f" ± {row.interval:.4f}" if row.interval is not None else "") for row in rows]
     table["seed deviation"] = [_number(row.deviation, 4) for row in rows]
     table["difference"] = [_number(row.difference, 4, sign=True) for row in rows]
+    table["seed by seed"] = [f"{row.paired[0]:+.4f} ± {row.paired[1]:.4f}" if row.paired else "-" for row in rows]
     size = lambda row: f" ({abs(row.difference) / row.pooled:.1f} seed deviations)" if row.pooled else ""
     table["verdict"] = [row.verdict + size(row) for row in rows]
     for name in sweep.measures:
@@ -226,7 +242,9 @@ def markdown(sweep: Sweep, results: Sequence[Result], rows: Sequence[Row]) -> st
 
 
 NOTE = ("Loss: mean over seeds, ± the 95% interval of the mean. Difference: from the baseline. \"No difference\" is a "
-        "difference within two standard deviations over seeds (of the arm and the baseline, pooled).")
+        "difference within two standard deviations over seeds (of the arm and the baseline, pooled). Seed by seed: "
+        "mean and 95% interval of the differences between runs of one seed, which share their data: it sees smaller "
+        "effects.")
 
 
 def provenance(sweep: Sweep, results: Sequence[Result]) -> list[str]:

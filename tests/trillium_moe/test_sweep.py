@@ -1,0 +1,439 @@
+"""Plans, runs that are killed, diverge or fail, statistics and jobs; `test_sweep_real.py` trains models."""
+
+import csv
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.sweep import main
+from trillium_moe.config import Config, ConfigError, TrainConfig, save_config
+from trillium_moe.sweep.cluster import write_job
+from trillium_moe.sweep.execute import Launcher, is_done, read_outcome, work, write_outcome
+from trillium_moe.sweep.gather import Result, gather, summarise, write_tables
+from trillium_moe.sweep.ladder import fit_power_law, ladder_table
+from trillium_moe.sweep.measures import MEASURES
+from trillium_moe.sweep.plan import Sweep, chain, load_sweep, named, over, override, product, zipped
+from trillium_moe.sweep.report import write_report
+from trillium_moe.train import loop
+
+from .toy import toy_task
+
+BASE = Config(train=TrainConfig(steps=12, log_every=1, eval_every=0, checkpoint_every=4, keep=1, sample_tokens=0))
+
+
+def small_sweep(**kw) -> Sweep:
+    arms = chain(named("base"), named("slow", **{"optim.lr": 1e-3}))
+    return Sweep("What is quick?", BASE, arms, "base", seeds=(0, 1), **kw)
+
+
+# --- plans
+
+
+def test_axes_combine_and_configs_follow():
+    arms = product(over("model.moe.balancing", ("sign", "none")), over("optim.lr", (1e-3, 2e-3), "tuned"))
+    sweep = Sweep("q", Config(), arms, "balancing=none", seeds=(3, 5))
+    assert [arm.name for arm in arms] == [
+        "balancing=sign, lr=0.001", "balancing=sign, lr=0.002", "balancing=none, lr=0.001", "balancing=none, lr=0.002"]
+    assert [arm.family for arm in arms] == ["balancing=sign"] * 2 + ["balancing=none"] * 2
+    assert len(sweep.runs) == 8 and [len(g) for g in sweep.groups] == [2] * 4
+    run = sweep.runs[5]
+    assert (run.seed, run.config.seed, run.config.model.moe.balancing, run.config.optim.lr) == (5, 5, "none", 1e-3)
+    assert len({r.folder for r in sweep.runs}) == 8
+    both = zipped(over("seed", (1, 2)), over("optim.lr", (0.1, 0.2)))
+    assert [arm.overrides for arm in both] == [{"seed": 1, "optim.lr": 0.1}, {"seed": 2, "optim.lr": 0.2}]
+    with pytest.raises(ValueError):
+        zipped(over("seed", (1, 2)), over("optim.lr", (0.1,)))
+
+
+@pytest.mark.parametrize("overrides, message", [
+    ({"model.moe.balancnig": "sign"}, "model.moe.balancnig='sign': unknown key; did you mean model.moe.balancing"),
+    ({"model.mo.k": 2}, "model.mo.k=2: no such key"),
+    ({"model.moe": 2}, "model.moe=2: is a group of keys"),
+    ({"model.kda.g_min": -50.0}, "model.kda.g_min=-50.0: must be at least"),
+])
+def test_bad_overrides_name_the_key(overrides, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        override(Config(), overrides)
+
+
+def test_plans_that_cannot_be_read_apart_are_refused():
+    with pytest.raises(ConfigError, match="sweep.baseline='bass': must be one of base; did you mean 'base'"):
+        Sweep("q", BASE, named("base"), "bass")
+    with pytest.raises(ConfigError, match="several arms have one name"):
+        Sweep("q", BASE, chain(named("base"), named("Base!", **{"optim.lr": 1.0})), "base")
+    with pytest.raises(ConfigError, match=r"sweep.seeds=\(1, 1\)"):
+        Sweep("q", BASE, named("base"), "base", seeds=(1, 1))
+
+
+ABLATIONS = sorted(p for p in Path("configs/ablations").glob("*.py") if p.stem not in ("__init__", "common"))
+
+
+@pytest.mark.parametrize("path", ABLATIONS, ids=lambda p: p.stem)
+def test_every_ablation_is_a_valid_plan(path):
+    sweep = load_sweep(f"{path}:seeds=2,steps=7")
+    assert all(r.config.train.steps % 7 == 0 for r in sweep.runs) and len(sweep.seeds) == 2
+    assert set(sweep.measures) <= set(MEASURES)
+    differing = {json.dumps(dataclasses.asdict(group[0].config), sort_keys=True) for group in sweep.groups}
+    assert len(differing) == len(sweep.groups)  # no two arms are the same experiment
+
+
+# --- runs
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """`train` on a regression whose data depend on the seed; `on_step(run's workdir, step)` may kill it."""
+    hook = {"on_step": lambda workdir, i: None, "poison": {}}
+
+    def train(config, workdir, *, progress, report):
+        save_config(config, workdir)
+        task = toy_task(hook["poison"].get(config.optim.lr), on_step=lambda i: hook["on_step"](workdir, i))
+        task.batches.i = 1000 * config.seed
+        if hook["poison"].get(config.optim.lr) is not None:
+            task.batches.poison += 1000 * config.seed
+        bits = task.evaluate
+        evaluate = lambda state: {"heldout/loss": bits(state)["heldout/bits_per_byte"] * config.optim.lr}
+        return loop.fit(config.train, workdir, dataclasses.replace(task, evaluate=evaluate), progress=False)
+
+    monkeypatch.setattr(loop, "train", train)
+    return hook
+
+
+def table(sweep, workdir) -> list[dict]:
+    """runs.csv without what depends on the machine."""
+    write_tables(sweep, gather(sweep, workdir), workdir)
+    rows = list(csv.DictReader((Path(workdir) / "runs.csv").read_text().splitlines()))
+    timing = ("tokens_per_second", "training_seconds", "peak_bytes")
+    return [{k: v for k, v in row.items() if k not in timing} for row in rows]
+
+
+class Killed(BaseException):
+    """What SIGKILL is to a process: nothing after it runs."""
+
+
+def test_killed_twice_and_resumed_gives_the_same_table(toy, tmp_path):
+    sweep = small_sweep(measures=("grad_norm_max",))
+    assert work(sweep.runs, tmp_path / "whole", say=lambda _: None)
+    reached = []
+
+    def kill(workdir, i):
+        reached.append((str(workdir), i))
+        if len(reached) in (8, 25):  # inside the first run, after its checkpoint of step 4; inside another
+            raise Killed
+
+    toy["on_step"] = kill
+    for _ in range(2):
+        with pytest.raises(Killed):
+            work(sweep.runs, tmp_path / "parts", say=lambda _: None)
+    assert [read_outcome(tmp_path / "parts", r)["status"] for r in sweep.runs].count("running") == 1
+    before = len(reached)
+    assert work(sweep.runs, tmp_path / "parts", say=lambda _: None)
+    assert table(sweep, tmp_path / "parts") == table(sweep, tmp_path / "whole")
+    assert len(reached) - before < 48 - 8  # what was done is not done again
+    assert reached[8][1] == 4  # the second call went on from the checkpoint, not from the start
+    before = len(reached)
+    assert work(sweep.runs, tmp_path / "parts", say=lambda _: None) and len(reached) == before
+
+
+def test_a_diverging_run_is_a_result_and_a_failing_one_is_tried_again(toy, tmp_path):
+    sweep = small_sweep()
+    toy["poison"] = {1e-3: 5}
+
+    def fail(workdir, i):
+        if "base/seed1" in str(workdir) and i == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED:\nout of memory")
+
+    toy["on_step"] = fail
+    said = []
+    assert work(sweep.runs, tmp_path, say=said.append)
+    outcomes = [read_outcome(tmp_path, r) for r in sweep.runs]
+    assert [o["status"] for o in outcomes] == ["finished", "failed", "diverged", "diverged"]
+    assert outcomes[1]["reason"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    assert outcomes[2]["reason"].startswith("step 6: train/loss=nan")
+    assert said[1] == "base, seed 1: failed RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    base, slow = summarise(sweep, gather(sweep, tmp_path))
+    assert slow.verdict == "diverged (2 of 2)" and slow.mean is None
+    text = write_tables(sweep, gather(sweep, tmp_path), tmp_path)
+    assert "1 of 2, 1 failed" in text and "0 of 2, 2 diverged" in text and "step 6: train/loss=nan" in text
+
+    toy["on_step"] = lambda workdir, i: None
+    assert work(sweep.runs, tmp_path, say=said.append)
+    assert [read_outcome(tmp_path, r)["status"] for r in sweep.runs] == ["finished"] * 2 + ["diverged"] * 2
+    page = write_report(sweep, gather(sweep, tmp_path), tmp_path).read_text()
+    assert "diverged (2 of 2)" in page and "step 6: train/loss=nan" in page and "4 of 4 runs" in page
+    assert (tmp_path / "figures" / "loss.png").stat().st_size > 10_000
+    assert "@" not in page.split("<main>")[1].split("data:image")[0]
+
+
+def test_a_loss_that_ends_above_its_start_has_diverged(toy, tmp_path, monkeypatch):
+    sweep = Sweep("q", BASE, named("base"), "base", seeds=(0,))
+    real = loop.fit
+
+    def worse(config, workdir, task, progress):
+        step = lambda state, batch, f=task.step: (lambda s, m: (s, {**m, "train/loss": m["train/loss"] + s.step}))(
+            *f(state, batch))
+        return real(config, workdir, dataclasses.replace(task, step=step), progress=progress)
+
+    monkeypatch.setattr(loop, "fit", worse)
+    work(sweep.runs, tmp_path, say=lambda _: None)
+    outcome = read_outcome(tmp_path, sweep.runs[0])
+    assert outcome["status"] == "diverged" and "above the" in outcome["reason"]
+
+
+def test_results_of_another_config_are_never_taken_for_ours(toy, tmp_path):
+    sweep = small_sweep()
+    work(sweep.runs[:1], tmp_path, say=lambda _: None)
+    assert is_done(tmp_path, sweep.runs[0])
+    other = dataclasses.replace(sweep, base=override(BASE, {"optim.momentum": 0.5}))
+    with pytest.raises(ConfigError, match="seed 0 of another config; name a new workdir"):
+        is_done(tmp_path, other.runs[0])
+
+
+def test_two_processes_never_train_one_run(toy, tmp_path):
+    sweep = small_sweep()
+
+    def again(workdir, i):
+        if i == 2:
+            with pytest.raises(ConfigError, match="another process is training 'base' seed 0"):
+                work(sweep.runs[:1], tmp_path, say=lambda _: None)
+
+    toy["on_step"] = again
+    work(sweep.runs[:1], tmp_path, say=lambda _: None)
+    assert read_outcome(tmp_path, sweep.runs[0])["status"] == "finished"
+
+
+STUB = """
+import json, os, pathlib, signal, sys, time
+work = pathlib.Path([a for a in sys.argv if a.startswith("--workdir=")][0][10:])
+only = [int(i) for i in [a for a in sys.argv if a.startswith("--only=")][0][7:].split(",")]
+folders = json.loads((work / "folders.json").read_text())
+for i in only:
+    out = work / folders[i] / "outcome.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text('{"status": "running"}')
+    with open(work / "order.txt", "a") as f:
+        f.write(f"{i} {os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION')} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+    if (work / f"die{i}").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (work / f"wait{i}").exists():
+        time.sleep(60)
+    (out.parent / "config.json").write_text(json.dumps({}))
+    out.write_text('{"status": "finished"}')
+"""
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """A launcher whose workers are quick: (sweep, launcher's factory, what was said)."""
+    sweep, said = small_sweep(), []
+    (tmp_path / "stub.py").write_text(STUB)
+    (tmp_path / "folders.json").write_text(json.dumps([r.folder for r in sweep.runs]))
+    monkeypatch.setattr("trillium_moe.sweep.execute.is_done", lambda w, r: read_outcome(w, r)["status"] == "finished")
+    make = lambda **kw: Launcher(sweep, "x.py", tmp_path, say=said.append,
+                                 worker=(sys.executable, str(tmp_path / "stub.py")), **kw)
+    return sweep, make, said
+
+
+def test_a_worker_that_dies_costs_its_run_alone(stub, tmp_path):
+    sweep, make, said = stub
+    (tmp_path / "die0").touch()
+    assert make().run()
+    assert [read_outcome(tmp_path, r)["status"] for r in sweep.runs] == ["failed"] + ["finished"] * 3
+    assert "the worker ended with signal SIGKILL" in read_outcome(tmp_path, sweep.runs[0])["reason"]
+    assert said[0] == "0 of 4 runs are done; 4 to go" and any("base, seed 0: failed" in line for line in said)
+    (tmp_path / "die0").unlink()
+    assert make().run()
+    assert [read_outcome(tmp_path, r)["status"] for r in sweep.runs] == ["finished"] * 4
+    ran = [int(line.split()[0]) for line in (tmp_path / "order.txt").read_text().splitlines()]
+    assert ran == [0, 1, 2, 3, 0]
+
+
+def test_workers_share_memory_and_are_dealt_to_gpus(stub, tmp_path, monkeypatch):
+    sweep, make, _ = stub
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
+    make(parallel=2, gpus=("3", "5")).run()
+    lines = sorted(line.split() for line in (tmp_path / "order.txt").read_text().splitlines())
+    assert [line[1] for line in lines] == ["0.400"] * 4
+    assert [line[2] for line in lines] == ["3", "3", "5", "5"]  # by arm
+
+
+def test_a_signal_stops_the_workers_and_nothing_is_lost(stub, tmp_path):
+    sweep, make, said = stub
+    (tmp_path / "wait1").touch()
+
+    def stop():
+        for _ in range(200):
+            if read_outcome(tmp_path, sweep.runs[1])["status"] == "running":
+                return os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    before = signal.getsignal(signal.SIGTERM)
+    assert not make().run()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert [read_outcome(tmp_path, r)["status"] for r in sweep.runs] == ["finished", "running", "missing", "missing"]
+    assert "stopped by SIGTERM" in said[-1]
+    (tmp_path / "wait1").unlink()
+    assert make().run()
+    assert [read_outcome(tmp_path, r)["status"] for r in sweep.runs] == ["finished"] * 4
+
+
+def test_a_worker_that_cannot_start_ends_the_sweep_with_an_error(stub, tmp_path):
+    sweep, make, said = stub
+    (tmp_path / "stub.py").write_text("raise ImportError('no jax')")
+    assert make().run()
+    assert {read_outcome(tmp_path, r)["reason"] for r in sweep.runs} == {"the worker did not start; see logs/"}
+    assert "no jax" in (tmp_path / "logs" / "base.txt").read_text()
+
+
+# --- statistics
+
+
+def made(sweep: Sweep, losses: dict[str, list[float | None]], rate: float = 100.0) -> list[Result]:
+    """Results with given losses by arm name; None: diverged."""
+    out = []
+    for run in sweep.runs:
+        loss = losses[run.arm.name][sweep.seeds.index(run.seed)]
+        steps = run.config.train.steps
+        lines = [{"step": s, "train/loss": 5 - s / steps, "perf/tokens_per_second": rate} for s in range(1, steps + 1)]
+        lines[-1]["heldout/loss"] = loss
+        out.append(Result(run, "finished" if loss is not None else "diverged", "", lines, {}, 1 << 30))
+    return out
+
+
+def test_differences_inside_two_seed_deviations_are_none():
+    others = (("near", 1.0), ("far", 2.0), ("gone", 3.0))
+    arms = chain(named("base"), *(named(name, **{"optim.lr": lr}) for name, lr in others))
+    sweep = Sweep("q", BASE, arms, "base", seeds=(0, 1, 2))
+    losses = {"base": [2.00, 2.01, 2.02], "near": [1.985, 1.995, 2.005], "far": [1.97, 1.98, 1.99],
+              "gone": [2.0, None, 2.0]}
+    rows = {row.name: row for row in summarise(sweep, made(sweep, losses))}
+    base = rows["base"]
+    assert base.verdict == "baseline" and base.mean == pytest.approx(2.01) and base.deviation == pytest.approx(0.01)
+    assert base.interval == pytest.approx(4.302653 * 0.01 / 3**0.5, rel=1e-6)  # t of 2 degrees of freedom, 97.5%
+    assert rows["near"].difference == pytest.approx(-0.015) and rows["near"].verdict == "no difference"
+    assert rows["far"].difference == pytest.approx(-0.03) and rows["far"].verdict == "better"
+    assert rows["far"].pooled == pytest.approx(0.01)
+    assert rows["far"].paired == pytest.approx((-0.03, 0.0), abs=1e-9)  # the same in every seed
+    assert rows["gone"].verdict == "diverged (1 of 3)"
+
+
+def test_one_seed_is_not_judged_and_a_tuned_choice_is_made():
+    arms = product(chain(named("a"), named("b", **{"optim.momentum": 0.5})), over("optim.lr", (0.1, 0.2), "tuned"))
+    sweep = Sweep("q", BASE, arms, "a", seeds=(0,))
+    losses = {"a, lr=0.1": [2.0], "a, lr=0.2": [1.9], "b, lr=0.1": [None], "b, lr=0.2": [1.5]}
+    a, b = summarise(sweep, made(sweep, losses))
+    assert (a.name, a.tuned, a.mean) == ("a", "lr=0.2", 1.9)
+    assert (b.tuned, b.difference, b.verdict) == ("lr=0.2", pytest.approx(-0.4), "one seed: cannot be judged")
+
+
+def test_measures_of_balance():
+    curve = [3.0, 1.0, 0.15, 0.5, 0.1, 0.1]
+    lines = [{"step": s + 1, "router/max_violation": v, "router/floor": 0.1} for s, v in enumerate(curve)]
+    read = lambda name, lines=lines: MEASURES[name].read(lines)
+    assert read("steps_to_balance") == 3
+    assert read("violation_area") == pytest.approx(sum((a + b) / 2 for a, b in zip(curve, curve[1:])) / 5)
+    assert read("violation_tail") == pytest.approx(0.1)
+    assert read("steps_to_balance", lines[:2]) is None and read("violation_area", []) is None
+    assert read("dead_experts") is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.0, 1.5), st.floats(0.05, 0.5), st.floats(0.5, 3.0))
+def test_power_law_is_found_again(floor, exponent, at_one):
+    compute = np.geomspace(1e12, 1e16, 6)
+    loss = floor + at_one * (compute / 1e12) ** -exponent
+    fixed = fit_power_law(compute, loss, floor)
+    np.testing.assert_allclose(fixed.loss(compute), loss, rtol=1e-9)
+    assert fixed.exponent == pytest.approx(exponent, rel=1e-6)
+    assert fixed.compute(loss[2]) == pytest.approx(compute[2], rel=1e-6)
+    np.testing.assert_allclose(fit_power_law(compute, loss).loss(compute), loss, rtol=2e-3)
+
+
+def test_power_law_refuses_what_it_cannot_fit():
+    with pytest.raises(ValueError, match="3 points; a power law needs 4"):
+        fit_power_law(np.ones(3), np.ones(3))
+    with pytest.raises(ValueError, match="floor 1.0 is not below every loss"):
+        fit_power_law(np.ones(3), np.ones(3), 1.0)
+
+
+def test_speed_up_on_the_ladder():
+    """An arm whose law has half the baseline's compute at every loss is worth 2 at equal speed, 1 at half the speed."""
+    sweep = load_sweep("configs/ablations/ladder.py:seeds=2,widths=1+2+3")
+    sweep = dataclasses.replace(sweep, arms=tuple(a for a in sweep.arms if a.family in ("none", "full")))
+    compute = {r.arm.rung: None for r in sweep.runs}
+    results = made(sweep, {r.arm.name: [1.0, 1.0] for r in sweep.runs})
+    from trillium_moe.sweep.ladder import compute_of
+    for row in summarise(sweep, results):
+        compute[row.rung] = compute_of(row)
+    assert list(compute.values()) == sorted(compute.values())
+    law = lambda c, factor: 30 * (factor * c) ** -0.1
+    losses = {arm.name: [law(compute[arm.rung], 2.0 if arm.family == "full" else 1.0)] * 2 for arm in sweep.arms}
+    results = [dataclasses.replace(r, lines=[{**line, "perf/tokens_per_second": 50.0} for line in r.lines])
+               if r.run.arm.family == "full" else r for r in made(sweep, losses)]
+    found = ladder_table(sweep, summarise(sweep, results))
+    full = [i for i, name in enumerate(found["arm"]) if name == "full"]
+    assert [float(found["speed-up"][i]) for i in full] == pytest.approx([2] * 3, abs=0.02)  # depth reads cost a little
+    assert [float(found["speed-up in time"][i]) for i in full] == pytest.approx([1] * 3, abs=0.02)
+    assert {found["law"][i].split("^")[1] for i in full} == {"-0.1000"}
+
+
+# --- jobs and the command line
+
+
+def test_jobs_run_the_same_list(tmp_path):
+    spec = "configs/ablations/decay.py:seeds=3,steps=50"
+    sweep = load_sweep(spec)
+    slurm = write_job("slurm", sweep, spec, tmp_path).read_text()
+    assert "--array=0-4" in slurm and '--group="$SLURM_ARRAY_TASK_ID"' in slurm and f"--workdir={tmp_path}" in slurm
+    command = next(line for line in slurm.splitlines() if line.startswith("exec "))
+    assert f"--sweep={spec}" in shlex.split(command)
+    xpk = write_job("xpk", sweep, spec, tmp_path).read_text()
+    assert "seq 0 4" in xpk and "xpk workload create" in xpk and "--group=$group" in xpk
+    for name in ("sweep.sbatch", "sweep-xpk.sh"):
+        subprocess.run(["bash", "-n", tmp_path / name], check=True)
+
+
+@pytest.mark.parametrize("argv, message", [
+    ([], "flag --sweep is missing"),
+    (["--sweep=configs/ablations/decai.py"], "no such file; there: .*decay"),
+    (["--sweep=configs/pretrain.py"], "has no get_sweep"),
+    (["--sweep=configs/ablations/decay.py:sedes=3"], "option='sedes': must be one of .*did you mean 'seeds'"),
+    (["--sweep=configs/ablations/decay.py:seeds=0"], "seeds='0': must be a whole number of 1 or more"),
+    (["--sweep=configs/ablations/decay.py"], "--workdir is missing"),
+    (["--sweep=configs/ablations/decay.py", "--workdir=W", "--only=99"], "the sweep has 15 runs in 5 groups"),
+])
+def test_bad_command_lines_are_one_line(argv, message, tmp_path, capsys):
+    argv = [a.replace("W", str(tmp_path)) for a in argv]
+    assert main(argv) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error:") and "\n" not in error
+    import re
+    assert re.search(message, error), error
+
+
+def test_list_and_gather_of_nothing(tmp_path, capsys):
+    spec = "configs/ablations/balancing.py:seeds=2"
+    assert main([f"--sweep={spec}", "--list"]) == 0
+    assert "   2  sign 1e-3, seed 0  {'model.moe.balancing': 'sign'}" in capsys.readouterr().out
+    assert main([f"--sweep={spec}", f"--workdir={tmp_path}", "--gather"]) == 0
+    assert "| quantile | 0 of 2, 2 missing |" in capsys.readouterr().out
+    assert main(["--sweep=configs/ablations/decay.py", f"--workdir={tmp_path}", "--gather"]) == 2
+    assert "holds the sweep configs/ablations/balancing.py:seeds=2" in capsys.readouterr().err
+    write_outcome(tmp_path, load_sweep(spec).runs[0], status="failed", reason="no memory")
+    assert main([f"--sweep={spec}", f"--workdir={tmp_path}", "--gather"]) == 1
+    assert "failed: quantile, seed 0: no memory" in capsys.readouterr().err
