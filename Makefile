@@ -4,6 +4,7 @@ VENV ?= .venv
 PYTHON ?=
 EXTRAS ?=
 WORKDIR ?= runs/tiny
+ABLATION ?= runs/ablation
 CONFIG ?= configs/pretrain.py:scale=tiny,stage=8k,shrink=16
 ARGS ?=
 DATA ?= runs/data
@@ -18,7 +19,7 @@ run = $(VENV)/bin/python -m
 pytest = pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train curriculum vision data test test-all lint lock clean
+.PHONY: help setup train ablation curriculum vision data notebooks test test-all lint lock clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -40,6 +41,15 @@ data: setup ## fetch the captioned pictures of a Debian package with apt-get int
 
 curriculum: setup ## four growing windows in a quarter of an hour: make curriculum [LADDER=runs/ladder] [ARGS=...]
 	$(run) experiments.curriculum --config=configs/pretrain.py:scale=tiny,shrink=64 --workdir=$(LADDER) $(CURRICULUM) $(ARGS)
+
+# 8 runs of 100 steps; about ten minutes on two cores that have nothing else to do.
+ablation: setup ## compare four ways of balancing experts on the tiny model: make ablation [ABLATION=runs/ablation]
+	$(run) experiments.sweep --sweep=configs/ablations/balancing.py:seeds=2,steps=100,shrink=32 --workdir=$(ABLATION) \
+	  --parallel=2 $(ARGS)
+
+notebooks: ## execute the notebooks and write their .ipynb, in .venv with the extra notebooks
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup_env.sh notebooks $(EXTRAS)
+	$(VENV)/bin/python tools/notebooks.py
 
 test: setup ## run the tests, without the slow ones: make test [PYTEST_ARGS=tests/data] [JOBS=2]
 	$(run) $(pytest) $(PYTEST_ARGS)

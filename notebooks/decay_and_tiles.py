@@ -64,7 +64,7 @@ def product(g: float, dtype) -> np.ndarray:
 
 
 gates = -np.linspace(0.05, 8, 160)
-figure, axes = plt.subplots(figsize=(7.4, 3.8))
+figure, axes = plt.subplots(figsize=(7.4, 3.8), layout="constrained")
 for name, dtype, colour in (("float32", np.float32, "#0f9b8e"), ("bfloat16", ml_dtypes.bfloat16, "#2f6fde"),
                             ("float16", np.float16, "#d9822b")):
     error = [np.linalg.norm(product(g, dtype) - exact(g)) / np.linalg.norm(exact(g)) for g in gates]
@@ -99,7 +99,7 @@ assert not np.isfinite(product(-8.0, ml_dtypes.bfloat16)).all()
 z = np.linspace(-12, 12, 400)
 bounded = -5 / (1 + np.exp(-z))
 softplus = -np.log1p(np.exp(z))
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
 for g, name, colour in ((bounded, "bounded, $-5\\,\\sigma(z)$", "#2f6fde"), (softplus, "softplus", "#d9822b")):
     left.plot(z, g, color=colour, label=name)
     right.plot(z, np.log(2) / -g, color=colour)

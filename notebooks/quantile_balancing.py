@@ -71,7 +71,7 @@ def quantile_bias(s: np.ndarray, bias: np.ndarray) -> np.ndarray:
 
 s = scores()
 required = -np.partition(-s, k, axis=1)[:, k][:, None] - s
-figure, axes = plt.subplots(figsize=(7, 3.4))
+figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
 for j, colour in ((int(before.argmax()), "#d9822b"), (int(before.argmin()), "#2f6fde")):
     axes.hist(required[:, j], bins=80, color=colour, alpha=0.6, label=f"expert {j}, {before[j]:.1f} times its share")
     axes.axvline(np.quantile(required[:, j], k / n), color=colour, lw=2)
@@ -107,7 +107,7 @@ curves = {
 }
 floor = np.sqrt(2 * np.log(n) / (m * k / n))  # the largest of n Poisson counts is above the mean by about this
 
-figure, axes = plt.subplots(figsize=(7, 3.4))
+figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
 for (name, curve), colour in zip(curves.items(), ("#12306b", "#0f9b8e", "#d9822b")):
     axes.plot(curve, label=name, color=colour)
 axes.axhline(floor, color="#697586", ls="--", lw=1, label="sampling floor")

@@ -18,7 +18,7 @@ from trillium_moe.train import figures
 def probabilities(module: MLA, x_BTD: Array, segment_ids_BT: Array | None = None) -> Float[Array, "B H T S"]:
     """Softmax weights of every query over keys, all T^2 of them: for short texts."""
     c, (B, T, _) = module.config.mla, x_BTD.shape
-    ids = jnp.zeros((B, T), jnp.int32) if segment_ids_BT is None else jnp.asarray(segment_ids_BT)
+    ids = jnp.zeros((B, T), jnp.int32) if segment_ids_BT is None else segment_ids_BT
     at = positions(ids) if c.position == "rope" else None
     latent, shared = module.latents(x_BTD, at)
     q = module.queries(x_BTD, at)
@@ -33,9 +33,9 @@ def entropy(
     model: LoadedModel, tokens_BT: np.ndarray, segment_ids_BT: np.ndarray | None = None
 ) -> Float[np.ndarray, "L H T"]:
     """Entropy in bits of each head's weights at every position, mean over rows. 2^entropy tokens are looked at."""
-    out = []
+    out, ids = [], None if segment_ids_BT is None else jnp.asarray(segment_ids_BT)
     for sub in of_kind(model, "mla", tokens_BT, segment_ids_BT):
-        p = probabilities(sub.module, sub.x_BTD, segment_ids_BT)
+        p = probabilities(sub.module, sub.x_BTD, ids)
         out.append(np.asarray(-jnp.sum(p * jnp.log2(jnp.where(p > 0, p, 1)), -1).mean(0)))
     return np.array(out)
 
@@ -44,9 +44,9 @@ def attribution(
     model: LoadedModel, tokens_BT: np.ndarray, queries: slice, span: slice, segment_ids_BT: np.ndarray | None = None
 ) -> Float[np.ndarray, "L H"]:
     """Share of the attention of the `queries` (positions) that goes to `span` (of a needle, say), mean over rows."""
-    out = []
+    out, ids = [], None if segment_ids_BT is None else jnp.asarray(segment_ids_BT)
     for sub in of_kind(model, "mla", tokens_BT, segment_ids_BT):
-        p = probabilities(sub.module, sub.x_BTD, segment_ids_BT)
+        p = probabilities(sub.module, sub.x_BTD, ids)
         out.append(np.asarray(p[:, :, queries, span].sum(-1).mean((0, 2))))
     return np.array(out)
 

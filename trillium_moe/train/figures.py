@@ -5,6 +5,7 @@ Each takes what was logged so far and returns None where its metrics are missing
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,9 +41,10 @@ Lines = Sequence[dict[str, Any]]
 
 def styled(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None]:
     """Draws in the report's style, whatever the process's rcParams."""
-    def wrapped(*args):
+    @functools.wraps(draw)
+    def wrapped(*args, **kw):
         with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg"} | STYLE):
-            return draw(*args)
+            return draw(*args, **kw)
     return wrapped
 
 

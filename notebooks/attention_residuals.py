@@ -1,0 +1,118 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Attention residuals
+#
+# A residual stream adds up: layer 60 reads the sum of 59 layers' outputs, each as loud as the others. Attention
+# residuals let a layer *choose*: it reads a softmax-weighted mean of what earlier blocks of layers produced. Three
+# pictures of what that changes, before any training.
+
+# %%
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from trillium_moe.model.attn_res import read
+
+rng = np.random.default_rng(0)
+D, blocks = 64, 6
+sealed = jnp.asarray(rng.normal(size=(blocks, 1, 1, D)), jnp.float32)  # sums of finished blocks
+live = jnp.asarray(rng.normal(size=(1, 1, D)), jnp.float32)  # the block at work
+
+# %% [markdown]
+# ## One read
+#
+# The layer's pseudo-query $w$ scores each candidate by $\langle w, c / \mathrm{rms}(c)\rangle$. It starts at zero, so
+# every read starts as a plain average; turned towards one candidate, it picks that one. Keys are normalised and
+# values are not: a loud block is not chosen for being loud.
+
+# %%
+target = sealed[2, 0, 0]
+sizes = np.linspace(0, 0.15, 40)
+weights = np.array([read(size * target, sealed, blocks, live, True, 1e-5)[1] for size in sizes])
+np.testing.assert_allclose(weights[0], 1 / (blocks + 1), rtol=1e-5)
+assert weights[-1].argmax() == 2
+
+figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+for i in range(blocks + 1):
+    axes.plot(sizes, weights[:, i], color="#d9822b" if i == 2 else "#9cc2f5" if i < blocks else "#697586",
+              label={2: "block 2", blocks: "live sum"}.get(i))
+axes.set(xlabel="length of the pseudo-query, along block 2", ylabel="weight", title="From an average to a choice")
+axes.legend()
+
+# %% [markdown]
+# ## The stream of a deep model
+#
+# Two models of 24 thin layers, equal but for their residuals. In the plain stream the input of a layer grows with
+# depth, so each new layer counts for less. With attention residuals the sums start anew in every block.
+
+# %%
+from trillium_moe.config import Config, DtypeConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from trillium_moe.data.tokenizer import ByteTokenizer
+from trillium_moe.infer.generate import LoadedModel
+from trillium_moe.inspect import depth
+from trillium_moe.inspect.walk import sublayers
+from trillium_moe.train.state import new_model
+
+thin = ModelConfig(
+    d_model=64, n_layers=24, ffn_dim=128, block_size=4, init_std=0.1, dtypes=DtypeConfig(compute="float32"),
+    kda=KDAConfig(n_heads=2, head_dim=16), moe=MoEConfig(n_experts=8, k=2, expert_dim=16, latent_dim=32, n_shared=1),
+    mla=MLAConfig(n_heads=2, q_lora_rank=0, kv_lora_rank=16, nope_dim=16, rope_dim=8, v_dim=16),
+)
+models = {}
+for residual in ("none", "block"):
+    config = dataclasses.replace(thin, residual=residual)
+    _, params, bias = jax.jit(lambda config=config: new_model(config, jax.random.key(0)))()
+    models[residual] = LoadedModel(Config(model=config), 0, params, bias, ByteTokenizer())
+tokens = rng.integers(0, 256, (2, 64)).astype(np.int32)
+
+figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+growth = {}
+for (residual, model), colour in zip(models.items(), ("#d9822b", "#2f6fde")):
+    live, sizes, U = np.zeros(()), [], 2 * thin.block_size
+    for sub in sublayers(model, tokens):
+        live = live * (residual == "none" or sub.index % U > 0) + np.asarray(sub.y_BTD)
+        sizes.append(np.sqrt(np.mean(live**2)))
+    growth[residual] = sizes
+    axes.plot(sizes, color=colour, label={"none": "plain residual stream", "block": "blocks of 4 layers"}[residual])
+axes.set(xlabel="sublayer", ylabel="root mean square of the running sum", title="How loud the sum gets")
+axes.legend()
+assert max(growth["block"]) < max(growth["none"])
+
+# %% [markdown]
+# ## Where the gradient goes
+#
+# The gradient of the loss with respect to each layer's weights, in the same two models.
+
+# %%
+batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones(tokens.shape, np.float32),
+         "segment_ids": np.ones(tokens.shape, np.int32)}
+figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+for (residual, model), colour in zip(models.items(), ("#d9822b", "#2f6fde")):
+    kinds, norms = depth.gradient_norms(model, batch)
+    ffn = [s for s, kind in enumerate(kinds) if kind == "moe"]
+    axes.plot(ffn, norms[ffn], "o-", ms=3, color=colour,
+              label={"none": "plain residual stream", "block": "blocks of 4 layers"}[residual])
+axes.set(xlabel="sublayer", ylabel="gradient norm", yscale="log", title="Gradients of the mixtures of experts")
+axes.legend()
+
+# %% [markdown]
+# The steps of the blue curve are the blocks. What a trained model makes of its freedom to read is in the report of
+# every run ("Depth attention") and in `first_steps`.
+
+# %%
+depth.plot_reads(depth.depth(models["block"], tokens))
