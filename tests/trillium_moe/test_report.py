@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from trillium_moe.config import Config, ConfigError, TrainConfig, save_config
+from trillium_moe.train.facts import write_facts
 from trillium_moe.train.metrics import MetricWriter
-from trillium_moe.train.report import write_facts, write_report
+from trillium_moe.train.report import write_report
 
 PICTURES = ["loss", "load", "history", "balance", "routing", "depth", "decay", "optimizer", "speed"]
 
