@@ -124,13 +124,13 @@ class Killed(BaseException):
 
 
 def test_killed_twice_and_resumed_gives_the_same_table(toy, tmp_path):
-    sweep = small_sweep(measures=("grad_norm_max",))
+    sweep = dataclasses.replace(small_sweep(measures=("grad_norm_max",)), seeds=(1,))
     assert work(sweep.runs, tmp_path / "whole", say=lambda _: None)
     reached = []
 
     def kill(workdir, i):
         reached.append((str(workdir), i))
-        if len(reached) in (8, 25):  # inside the first run, after its checkpoint of step 4; inside another
+        if len(reached) in (8, 22):  # inside the first run, after its checkpoint of step 4; inside the other
             raise Killed
 
     toy["on_step"] = kill
@@ -141,7 +141,7 @@ def test_killed_twice_and_resumed_gives_the_same_table(toy, tmp_path):
     before = len(reached)
     assert work(sweep.runs, tmp_path / "parts", say=lambda _: None)
     assert table(sweep, tmp_path / "parts") == table(sweep, tmp_path / "whole")
-    assert len(reached) - before < 48 - 8  # what was done is not done again
+    assert len(reached) - before == 8  # what was done is not done again: the last run from its step 4
     assert reached[8][1] == 4  # the second call went on from the checkpoint, not from the start
     before = len(reached)
     assert work(sweep.runs, tmp_path / "parts", say=lambda _: None) and len(reached) == before
@@ -373,7 +373,7 @@ def test_power_law_refuses_what_it_cannot_fit():
 
 def test_speed_up_on_the_ladder():
     """An arm whose law has half the baseline's compute at every loss is worth 2 at equal speed, 1 at half the speed."""
-    sweep = load_sweep("configs/ablations/ladder.py:seeds=2,widths=1+2+3")
+    sweep = load_sweep("configs/ablations/ladder.py:seeds=2,widths=1+2")
     sweep = dataclasses.replace(sweep, arms=tuple(a for a in sweep.arms if a.family in ("none", "full")))
     compute = {r.arm.rung: None for r in sweep.runs}
     results = made(sweep, {r.arm.name: [1.0, 1.0] for r in sweep.runs})
@@ -387,8 +387,8 @@ def test_speed_up_on_the_ladder():
                if r.run.arm.family == "full" else r for r in made(sweep, losses)]
     found = ladder_table(sweep, summarise(sweep, results))
     full = [i for i, name in enumerate(found["arm"]) if name == "full"]
-    assert [float(found["speed-up"][i]) for i in full] == pytest.approx([2] * 3, abs=0.02)  # depth reads cost a little
-    assert [float(found["speed-up in time"][i]) for i in full] == pytest.approx([1] * 3, abs=0.02)
+    assert [float(found["speed-up"][i]) for i in full] == pytest.approx([2] * 2, abs=0.02)  # depth reads cost a little
+    assert [float(found["speed-up in time"][i]) for i in full] == pytest.approx([1] * 2, abs=0.02)
     assert {found["law"][i].split("^")[1] for i in full} == {"-0.1000"}
 
 

@@ -35,6 +35,9 @@ def get_sweep(options=""):
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 def table(workdir: Path) -> list[dict]:
     rows = csv.DictReader((workdir / "runs.csv").read_text().splitlines())
     timing = ("tokens_per_second", "training_seconds", "peak_bytes", "git_commit")
@@ -70,7 +73,6 @@ def _lines(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not is_timing(k)} for line in read_metrics(folder)]
 
 
-@pytest.mark.slow
 def test_killed_twice_and_resumed_gives_the_same_table(tmp_path):
     (tmp_path / "sweep.py").write_text(SWEEP)
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}

@@ -8,6 +8,7 @@ over C is the effective speed-up at equal speed. At equal time both are divided 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from scipy.optimize import least_squares
 
+from trillium_moe.config import Config
 from trillium_moe.shapes import Float
 from trillium_moe.sweep.gather import Row
 from trillium_moe.sweep.plan import Sweep
@@ -73,7 +75,12 @@ def fit_power_law(
 def compute_of(row: Row) -> float:
     """FLOPs of one run of an arm."""
     config = row.results[0].run.config
-    return step_flops(config).model * config.train.steps
+    return _flops_per_step(config) * config.train.steps
+
+
+@functools.lru_cache(maxsize=256)  # counting a model's parameters takes a tenth of a second, and rows come back often
+def _flops_per_step(config: Config) -> float:
+    return step_flops(config).model
 
 
 def speed_up(law: PowerLaw, row: Row, base: Row) -> tuple[float, float]:
