@@ -52,7 +52,7 @@ for i in range(blocks + 1):
     axes.plot(sizes, weights[:, i], color="#d9822b" if i == 2 else "#9cc2f5" if i < blocks else "#697586",
               label={2: "block 2", blocks: "live sum"}.get(i))
 axes.set(xlabel="length of the pseudo-query, along block 2", ylabel="weight", title="From an average to a choice")
-axes.legend()
+_ = axes.legend()
 
 # %% [markdown]
 # ## The stream of a deep model
@@ -90,7 +90,7 @@ for (residual, model), colour in zip(models.items(), ("#d9822b", "#2f6fde")):
     growth[residual] = sizes
     axes.plot(sizes, color=colour, label={"none": "plain residual stream", "block": "blocks of 4 layers"}[residual])
 axes.set(xlabel="sublayer", ylabel="root mean square of the running sum", title="How loud the sum gets")
-axes.legend()
+_ = axes.legend()
 assert max(growth["block"]) < max(growth["none"])
 
 # %% [markdown]
@@ -108,7 +108,7 @@ for (residual, model), colour in zip(models.items(), ("#d9822b", "#2f6fde")):
     axes.plot(ffn, norms[ffn], "o-", ms=3, color=colour,
               label={"none": "plain residual stream", "block": "blocks of 4 layers"}[residual])
 axes.set(xlabel="sublayer", ylabel="gradient norm", yscale="log", title="Gradients of the mixtures of experts")
-axes.legend()
+_ = axes.legend()
 
 # %% [markdown]
 # The steps of the blue curve are the blocks. What a trained model makes of its freedom to read is in the report of

@@ -77,7 +77,7 @@ axes.axvspan(-8, -5, color="#e6eaf0", zorder=0)
 axes.annotate("beyond the bound", (-6.5, 0.5), ha="center", color="#697586")
 axes.set(yscale="log", xlabel="log decay of every token, nats", ylabel="relative error of the tile's scores",
          title="One dense product for a tile: where it breaks (dotted)")
-axes.legend(loc="center left")
+_ = axes.legend(loc="center left")
 
 # %% [markdown]
 # Inside the bound bfloat16 is never worse than its own rounding, 2 to 3 decimal digits, at any decay. Beyond about
@@ -105,7 +105,7 @@ for g, name, colour in ((bounded, "bounded, $-5\\,\\sigma(z)$", "#2f6fde"), (sof
     right.plot(z, np.log(2) / -g, color=colour)
 left.set(xlabel="decay logit z", ylabel="log decay g, nats", title="Decay")
 right.set(xlabel="decay logit z", ylabel="half-life, tokens", yscale="log", title="Half-life")
-left.legend()
+_ = left.legend()
 
 # %% [markdown]
 # The planner in `pallas_kernels/kda/numerics.py` computes the same limit for any tile, and `model.kda.g_min` is

@@ -57,7 +57,7 @@ for values, name, colour in ((full, "multi-head attention in 93 layers", "#69758
 axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="gigabytes for one sequence",
          title="The cache of one sequence")
 axes.set_xscale("log", base=2)
-axes.legend()
+_ = axes.legend()
 print(f"a million tokens: {full[-1]:,.0f} GB, {latent[-1]:.0f} GB, {hybrid[-1]:.0f} GB")
 assert full[-1] / hybrid[-1] > 50 and latent[-1] / hybrid[-1] > 3
 

@@ -89,7 +89,7 @@ for chip in ("v6e", "v5p", "h200"):
 axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="gigabytes a device", title="State of training")
 axes.set_xscale("log", base=2)
 axes.set_xticks(devices, [f"{n:,}" for n in devices])
-axes.legend()
+_ = axes.legend()
 
 # %% [markdown]
 # Activations come on top: saved are the sums of 8 blocks, [tokens, 7168] each, and a block's worth while it is worked

@@ -76,7 +76,7 @@ for j, colour in ((int(before.argmax()), "#d9822b"), (int(before.argmin()), "#2f
     axes.hist(required[:, j], bins=80, color=colour, alpha=0.6, label=f"expert {j}, {before[j]:.1f} times its share")
     axes.axvline(np.quantile(required[:, j], k / n), color=colour, lw=2)
 axes.set(xlabel="bias that a token requires", ylabel="tokens", title="Lines: the k/n quantile, the new bias")
-axes.legend()
+_ = axes.legend()
 
 # %% [markdown]
 # Moving all biases at once changes every $\alpha_i$ a little, so one update is not the end. But it comes close: this
@@ -112,8 +112,8 @@ for (name, curve), colour in zip(curves.items(), ("#12306b", "#0f9b8e", "#d9822b
     axes.plot(curve, label=name, color=colour)
 axes.axhline(floor, color="#697586", ls="--", lw=1, label="sampling floor")
 axes.set(xlabel="update", ylabel="MaxVio: largest load / mean - 1", yscale="log", title="Fresh tokens at every step")
-axes.legend()
-print({name: round(curve[5], 3) for name, curve in curves.items()}, f"floor {floor:.3f}")
+_ = axes.legend()
+print({name: round(float(curve[5]), 3) for name, curve in curves.items()}, f"floor {floor:.3f}")
 
 # %%
 assert curves["quantile"][5] < 2 * floor < curves["sign, 0.001"][5]
