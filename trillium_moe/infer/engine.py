@@ -116,8 +116,8 @@ class Engine:
         check(k <= len(self.free), "infer.slots", self.config.slots,
               f"{k} forks were asked for and {len(self.free)} slots are free")
         copies = [self.free.pop() for _ in range(k)]
+        self.cache = _copy(self.cache, np.full(k, slot, np.int32), np.array(copies, np.int32))
         for copy in copies:
-            self.cache = _copy(self.cache, np.array([slot], np.int32), np.array([copy], np.int32))
             for array in (self.length, self.pending, self.draft):
                 array[copy] = array[slot]
             self.left[copy], self.count[copy] = 0, 0
@@ -176,6 +176,35 @@ class Engine:
         where, placed = np.zeros(n, bool), np.zeros((n, features.shape[-1]), features.dtype)
         where[pictures.at], placed[pictures.at] = True, features[pictures.features]
         return where, placed
+
+    def extend_all(self, tokens: dict[int, Sequence[int]]) -> None:
+        """`extend` of many slots at once: every chunk is one program over all rows of the cache.
+
+        Past the prefix store and without multi-token prediction, both of which go sequence by sequence.
+        """
+        check(not self.config.speculate, "infer.speculate", True, "must be False where many slots are extended at once")
+        left: dict[int, np.ndarray] = {}
+        for slot, new in tokens.items():
+            new = np.asarray(new, np.int32).reshape(-1)
+            check(0 < len(new) <= self.room(slot), "infer.capacity", self.cache.capacity,
+                  f"{len(new)} more tokens do not fit after {self.length[slot]}; raise it")
+            if self.pending[slot] >= 0:
+                new = np.concatenate([self.pending[slot : slot + 1], new])
+            self.pending[slot], left[slot] = new[-1], new[:-1]
+        while longest := max(map(len, left.values()), default=0):
+            size = min([c for c in self.config.chunks if c >= longest], default=max(self.config.chunks))
+            padded, n = np.zeros((self.config.slots, size), np.int32), np.zeros(self.config.slots, np.int32)
+            for slot, new in left.items():
+                n[slot] = min(size, len(new))
+                padded[slot, : n[slot]] = new[:size]
+            self.cache = _prefill_all(self.model, self.weights, self.cache, padded, n)
+            self.length += n
+            self.prefilled += int(n.sum())
+            left = {slot: new[size:] for slot, new in left.items()}
+
+    def load(self, params: PyTree, router_bias: PyTree) -> None:
+        """Goes on with other weights. What the cache holds was computed with the old ones."""
+        self.weights = forward.serving_weights(self.model, params, router_bias)
 
     def _reuse(self, slot: int, known: np.ndarray) -> tuple[int, set[int]]:
         """Tokens taken from the store, and the numbers of tokens after which to keep the sequence: where the prompt's
@@ -296,6 +325,11 @@ def _chunk(where_T: np.ndarray, features_TD: np.ndarray, at: int, size: int) -> 
     """The part of a prompt's features that a chunk holds, padded to the chunk's size."""
     part = where_T[at : at + size], features_TD[at : at + size]
     return tuple(np.pad(x, ((0, size - len(x)), *((0, 0),) * (x.ndim - 1)))[None] for x in part)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _prefill_all(model, weights, cache, tokens_BT, n_B):
+    return forward.extend(model, weights, cache, tokens_BT, n_B)[1]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

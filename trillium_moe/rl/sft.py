@@ -1,0 +1,69 @@
+"""Supervised training on traces that a policy without a model plays: the protocol, and no strategy."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from trillium_moe.rl import batch, env
+from trillium_moe.rl.config import RLConfig
+from trillium_moe.rl.env import Session
+from trillium_moe.rl.protocol import GIVEN, Protocol, Turn
+from trillium_moe.rl.rollout import Rollout
+from trillium_moe.rl.trajectory import Part, Trajectory
+from trillium_moe.train.state import TrainState
+from trillium_moe.train.step import make_train_step
+
+
+def trace(session: Session, policy: env.Policy, protocol: Protocol, effort: str, limit: int) -> list[Part]:
+    """A trajectory as `Rollout` would record it. One that would pass `limit` tokens ends before."""
+    parts, turn = [Part()], 0
+    parts[-1].give(protocol.prompt(session.episode.tools, session.episode.question, effort), 0)
+    while not session.done:
+        action = policy(session.episode)
+        said = protocol.turn(action)
+        if len(parts[-1]) + len(said) > limit:
+            break
+        parts[-1].sample(said, [0.0] * len(said), 0, turn)
+        outcome = session.step(Turn(action))
+        turn += 1
+        if outcome.done:
+            break
+        if outcome.compacted is not None:
+            parts.append(Part())
+            parts[-1].give(protocol.prompt(session.episode.tools, outcome.compacted, effort), turn)
+        else:
+            observation = protocol.observation(outcome.observation)
+            if len(parts[-1]) + len(observation) > limit:
+                break
+            parts[-1].give(observation, turn)
+    return [part for part in parts if any(part.mask)]
+
+
+def traces(config: RLConfig, rollout: Rollout, start: int) -> Iterator[Part]:
+    """Endless parts of traces of train tasks from number `start` on."""
+    number = start
+    while True:
+        (t,) = rollout.new_group(number, samples=1)
+        session = rollout.session(t)
+        rng = np.random.default_rng([config.seed, number, 7])
+        policy = env.oracle if config.sft.policy == "oracle" else env.explorer(rng)
+        yield from trace(session, policy, rollout.protocol, t.effort, config.rollout.max_tokens)
+        number += 1
+
+
+def batches(config: RLConfig, rollout: Rollout, steps: int, first: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """One batch of whole traces a step; every step has traces of its own."""
+    size = config.sft.rows * config.row
+    for step in range(first, first + steps):
+        sequences, filled = [], 0
+        for part in traces(config, rollout, (1 << 24) + (step << 10)):
+            s = batch.sequence(part, np.zeros(0))
+            if filled + len(s["tokens"]) > 0.9 * size:  # what first fit surely has room for
+                break
+            sequences.append({"tokens": s["tokens"], "targets": s["targets"], "weights": s["mask"]})
+            filled += len(s["tokens"])
+        yield next(batch.micro_batches(sequences, config.row, config.sft.rows))
