@@ -511,15 +511,15 @@ def _cast(name: str, value: Any, default: Any) -> Any:
     return value
 
 
-def save_config(config: Config, workdir: epath.PathLike) -> None:
+def save_config(config: Any, workdir: epath.PathLike) -> None:
     """Writes `config.json` into `workdir`."""
     workdir = epath.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
-def load_config(workdir: epath.PathLike) -> Config:
-    """Reads the config of a run. Raises ConfigError if the directory holds none."""
+def load_config(workdir: epath.PathLike, cls: type = Config) -> Any:
+    """Reads the config of a run, of the class that it was. Raises ConfigError if the directory holds none."""
     path = epath.Path(workdir) / "config.json"
     check(path.exists(), "workdir", str(workdir), "holds no config.json; name the directory of a run")
-    return from_config_dict(json.loads(path.read_text()))
+    return from_config_dict(json.loads(path.read_text()), cls)

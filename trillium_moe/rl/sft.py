@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 
-import jax
 import numpy as np
 
 from trillium_moe.rl import batch, env
 from trillium_moe.rl.config import RLConfig
 from trillium_moe.rl.env import Session
-from trillium_moe.rl.protocol import GIVEN, Protocol, Turn
+from trillium_moe.rl.protocol import Protocol, Turn
 from trillium_moe.rl.rollout import Rollout
-from trillium_moe.rl.trajectory import Part, Trajectory
-from trillium_moe.train.state import TrainState
-from trillium_moe.train.step import make_train_step
+from trillium_moe.rl.trajectory import Part
 
 
 def trace(session: Session, policy: env.Policy, protocol: Protocol, effort: str, limit: int) -> list[Part]:

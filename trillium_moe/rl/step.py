@@ -98,7 +98,8 @@ def make_update(config: Config) -> Callable:
     def update(state: TrainState, grads: PyTree, aux: dict, n_tokens: Array):
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = clip_logits(config, optax.apply_updates(state.params, updates), aux)
-        metrics = {"rl/grad_norm": optax.global_norm(grads), **summarise(config.model, aux, state.router_bias, n_tokens)}
+        metrics = {"rl/grad_norm": optax.global_norm(grads)}
+        metrics |= summarise(config.model, aux, state.router_bias, n_tokens)
         metrics.pop("attn_res/weights_SN", None)  # summed over micro-batches, not a mean
         metrics.pop("kda/log_decay_LHK", None)
         bias = balance(config.model, state.router_bias, aux)

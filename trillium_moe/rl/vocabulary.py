@@ -21,11 +21,11 @@ NAMES = ("alpha", "beta", "gamma", "delta", "omega", "sigma", "theta", "zeta")
 OPS = ("inc", "dec", "double", "square", "negate", "add5", "times3", "minus7")
 CHANNELS = ("think", "response", "tools", "system", "user", "result")
 PLAIN = (
-    "effort", "low", "high", "max", "error", "none", "find", "index", "read_page", "page", "number", "value", "largest",
-    "read", "doc", "of", "get", "key", "follow", "hops", "calc", "start", "plus", "times", "a", "op", "b", "move", "to",
-    "way", "north", "east", "south", "west", "at", "open", "found", "guess", "higher", "lower", "equal", "blue", "red",
-    "shelf", "box", "is", "fetch", "busy", "stale", "fresh", "probe", "check", "passed", "program", "next", "note", "end",
-    "until", "left", "calls", "first", "second",
+    "effort", "low", "high", "max", "error", "none", "find", "index", "read_page", "page", "number", "value",
+    "largest", "read", "doc", "of", "get", "key", "follow", "hops", "calc", "start", "plus", "times", "a", "op",
+    "b", "move", "to", "way", "north", "east", "south", "west", "at", "open", "found", "guess", "higher", "lower",
+    "equal", "blue", "red", "shelf", "box", "is", "fetch", "busy", "stale", "fresh", "probe", "check", "passed",
+    "program", "next", "note", "end", "until", "left", "calls", "first", "second",
 )  # fmt: skip
 N_NUMBERS = 100
 WORDS = (*CHANNELS, *(str(i) for i in range(N_NUMBERS)), *PLAIN, *TOPICS, *NAMES, *OPS)

@@ -150,8 +150,9 @@ class _Flaky(Episode):
         self.parameters = (self.asked,)
         self.found = False
         # what calls do is drawn beforehand, so that some calls always work: the last one the budget allows does
-        self.fates = [str(self.rng.choice(["busy", "stale", "fresh"], p=[env.busy, env.stale, 1 - env.busy - env.stale]))
-                      for _ in range(env.budget - 1)] + ["fresh"]  # fmt: skip
+        p = [env.busy, env.stale, 1 - env.busy - env.stale]
+        drawn = self.rng.choice(["busy", "stale", "fresh"], env.budget - 1, p=p)
+        self.fates = [*(str(f) for f in drawn), "fresh"]
         self.n = 0
 
     def call(self, call: Call) -> str:

@@ -155,7 +155,7 @@ class _Maze(Episode):
 @register("maze")
 @dataclass(frozen=True)
 class Maze(Environment):
-    """Walk through hidden walls to a cell and give the number that lies there. Only open ways of the own cell are seen."""
+    """Walk through hidden walls to a cell and give the number that lies there; only one's own cell's ways are seen."""
 
     size: int = 3
     budget: int = 12
