@@ -252,7 +252,7 @@ def _means(ts: list[Trajectory], prefix: str) -> dict[str, float]:
 
 
 def train(config: RLConfig, workdir: epath.PathLike, run: Run | None = None, *, progress: bool = True) -> bool:
-    """Format SFT, RL, and the SFT-only arm in `workdir`; goes on from the newest checkpoint. False: a signal stopped it.
+    """Format SFT, RL, and the SFT-only arm in `workdir`; goes on from its newest checkpoint. False: a signal ended it.
 
     Args:
       run: of the same config but for the seed; its compiled programs are used again.
