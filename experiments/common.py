@@ -34,23 +34,28 @@ class UsageError(Exception):
     """A command line that cannot be run. The message names the flag and the mend."""
 
 
-def command(doc: str | None, define: Define, run: Run, argv: Sequence[str] | None = None) -> int:
+def command(
+    doc: str | None, define: Define, run: Run, argv: Sequence[str] | None = None, *, config: str = CONFIG,
+    cls: type = Config,
+) -> int:
     """Parses flags, runs, prints the result. Returns the exit code.
 
     Args:
       argv: arguments without the program's name; None for the process's own.
+      config: the experiment file that --config names by default.
+      cls: dataclass whose fields a config has.
     """
     values = flags.FlagValues()
     flags.DEFINE_bool("json", False, "print one JSON object on the last line of stdout", flag_values=values)
     define(values)
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"--help", "-h", "-help"} & set(argv):
-        print(_help(doc, values))
+        print(_help(doc, values, config))
         return 0
     logging.use_absl_handler()
     logging.set_verbosity(logging.WARNING)
     try:
-        _parse(values, argv)
+        _parse(values, argv, config, cls)
         result = run(values)
     except (UsageError, ConfigError) as error:
         return _fail(error, 2)
@@ -74,8 +79,8 @@ def command(doc: str | None, define: Define, run: Run, argv: Sequence[str] | Non
 
 def define_config(values: flags.FlagValues) -> None:
     # no default here: config_flags would apply the command line's overrides to it before they are checked
-    config_flags.DEFINE_config_file("config", None, f"experiment file, with options after a colon (default: {CONFIG})",
-                                    flag_values=values)
+    config_flags.DEFINE_config_file("config", None, "experiment file, with options after a colon (default: the "
+                                    "command's own)", flag_values=values)
 
 
 def define_workdir(values: flags.FlagValues, help: str) -> None:
@@ -119,13 +124,13 @@ def workdir_of(values: flags.FlagValues, *, exists: bool) -> str:
     return str(Path(values.workdir).expanduser()) if "://" not in values.workdir else values.workdir
 
 
-def _parse(values: flags.FlagValues, argv: list[str]) -> None:
+def _parse(values: flags.FlagValues, argv: list[str], config: str, cls: type) -> None:
     """Parses into `values`. Raises UsageError or ConfigError."""
     has_config = "config" in values
     if has_config:
-        argv = _overrides(argv)
+        argv = _overrides(argv, cls)
         given = any(_value_of(item, "", "config") is not None for item in argv)
-        argv = argv if given else [f"--config={CONFIG}", *argv]
+        argv = argv if given else [f"--config={config}", *argv]
         _check_file(argv)
     own, sys.argv = sys.argv, [sys.argv[0], *argv]  # config_flags looks for overrides there
     try:
@@ -138,9 +143,9 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> None:
         raise UsageError(f"argument {rest[0]!r} is not a flag; flags are written --name=value")
 
 
-def _overrides(argv: list[str]) -> list[str]:
+def _overrides(argv: list[str], cls: type) -> list[str]:
     """Checks every --config.key=value against the config's fields. Where one is given twice the last counts."""
-    known, out, at = dict(_fields(Config())), [], {}
+    known, out, at = dict(_fields(cls())), [], {}
     items = iter(argv)
     for item in items:
         if item.startswith(("--config.", "-config.")):
@@ -210,10 +215,10 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
-def _help(doc: str | None, values: flags.FlagValues) -> str:
+def _help(doc: str | None, values: flags.FlagValues, config: str) -> str:
     lines = [(doc or "").strip(), "", "Flags:"]
     for name in sorted(values):
         flag = values[name]
         default = "" if flag.default is None else f" (default: {flag.default_unparsed})"
         lines.append(f"  --{'[no]' if flag.boolean else ''}{name}: {flag.help}{default}")
-    return "\n".join(lines) + (f"\n{CONFIG_HELP}" if "config" in values else "")
+    return "\n".join(lines) + (f"\n{CONFIG_HELP}" if "config" in values and config == CONFIG else "")

@@ -128,7 +128,7 @@ def test_turn_credit_by_hand():
     np.testing.assert_allclose(got[0], [0.4 - first, 1.0 - 0.45])  # second turn: mean of 1.0 and -0.1
     np.testing.assert_allclose(got[1], [-0.15 - first, -0.1 - 0.45, 0.0], atol=1e-12)
     plain = advantages(TURNS, ObjectiveConfig(credit="turn", gamma=0.5))
-    np.testing.assert_allclose(plain[0], np.array(returns[0]) - 0.4)
+    np.testing.assert_allclose(plain[0], np.array(returns[0]) - 0.4, atol=1e-12)
 
 
 def test_shaping_telescopes():

@@ -142,7 +142,7 @@ def _page(config: Config, lines: list[dict], array_step: int, facts: dict, shown
         "plates": plates,
         "sample": f"<section><h2>Sample</h2><pre>{html.escape(sample)}</pre></section>" if sample else "",
         "facts": _table(_facts(config, facts)),
-        "config": "".join(f"<div><h3>{name}</h3>{_table(values)}</div>" for name, values in _config(config).items()),
+        "config": config_tables(config, Config()),
     }
     page = PAGE
     for name, value in parts.items():
@@ -199,9 +199,14 @@ def _facts(config: Config, facts: dict) -> dict[str, Any]:
     return {key: value for key, value in rows.items() if value}
 
 
-def _config(config: Config) -> dict[str, dict[str, Any]]:
-    """Config fields by section; those that differ from the defaults are marked in `_table` by a trailing star."""
-    ours, default = dataclasses.asdict(config), dataclasses.asdict(Config())
+def config_tables(config: Any, default: Any) -> str:
+    """HTML of a config dataclass by section, with what differs from `default` coloured."""
+    sections = _sections(dataclasses.asdict(config), dataclasses.asdict(default))
+    return "".join(f"<div><h3>{name}</h3>{_table(values)}</div>" for name, values in sections.items())
+
+
+def _sections(ours: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Fields by section; those that differ from the defaults are marked in `_table` by a trailing star."""
     sections: dict[str, dict[str, Any]] = {"run": {}}
 
     def walk(name: str, values: Mapping[str, Any], usual: Mapping[str, Any]) -> None:

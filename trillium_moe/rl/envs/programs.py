@@ -27,6 +27,9 @@ def run(program: tuple[str, ...], x: int) -> int:
     return x
 
 
+TABLE = {program: tuple(run(program, x) for x in range(MODULUS)) for program in PROGRAMS}
+
+
 class _Program(Episode):
     answers = tuple(" ".join(p) for p in PROGRAMS)
 
@@ -44,12 +47,12 @@ class _Program(Episode):
         self.passed: str | None = None
 
     def _agrees(self, program: tuple[str, ...], inputs) -> bool:
-        return all(run(program, x) == run(self.program, x) for x in inputs)
+        return all(TABLE[program][x] == TABLE[self.program][x] for x in inputs)
 
     def call(self, call: Call) -> str:
         if call.tool == "probe":
             x = int(call.args[0])
-            self.probes[x] = run(self.program, x)
+            self.probes[x] = TABLE[self.program][x]
             return f"value {self.probes[x]}"
         ok = self._agrees(call.args, self.tests)
         if ok:
@@ -67,11 +70,11 @@ class _Program(Episode):
         return float(program in PROGRAMS and self._agrees(program, self.tests))
 
     def oracle(self) -> Action:
-        left = [p for p in PROGRAMS if all(run(p, x) == y for x, y in self.probes.items()) and p not in self.rejected]
-        if len({tuple(run(p, x) for x in range(MODULUS)) for p in left}) == 1:
+        left = [p for p in PROGRAMS if all(TABLE[p][x] == y for x, y in self.probes.items()) and p not in self.rejected]
+        if len({TABLE[p] for p in left}) == 1:
             return Answer(" ".join(left[0]))
         # the input whose results tell most of the remaining programs apart
-        return Call("probe", (str(max(range(MODULUS), key=lambda x: len({run(p, x) for p in left}))),))
+        return Call("probe", (str(max(range(MODULUS), key=lambda x: len({TABLE[p][x] for p in left}))),))
 
     def explore(self, rng: np.random.Generator) -> Call:
         if rng.random() < 0.5:

@@ -1,0 +1,70 @@
+"""Reinforcement learning: --config=configs/rl.py:env=read_page,objective=k25,scale=cpu
+
+    env        an environment, or several joined by "+": read_page, lookup, flaky, drift, calculator, aggregate, ...
+    objective  k25, grpo, dr_grpo, dapo, gspo, cispo, k15, reinforce
+    scale      cpu: minutes on two cores; gpu: wider, more trajectories a rollout
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # config_flags loads this file from anywhere
+
+from trillium_moe.config import (
+    ConfigError,
+    DtypeConfig,
+    KDAConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    check_choice,
+    to_config_dict,
+)
+from trillium_moe.rl.config import OBJECTIVES, ObjectiveConfig, RLConfig, RolloutConfig, SFTConfig, TaskConfig
+
+DEFAULTS = {"env": "read_page", "objective": "k25", "scale": "cpu"}
+
+
+def model(scale: str) -> ModelConfig:
+    """Two or four layers, KDA and MLA in turn. Rows are short: on a CPU the recurrence compiles far faster than its
+    chunked form and runs as fast."""
+    layers, width = {"cpu": (2, 64), "gpu": (4, 64)}[scale]
+    kernel = {"cpu": "reference", "gpu": "xla"}[scale]
+    return ModelConfig(
+        vocab_size=480, d_model=width, n_layers=layers, kda_per_mla=1, n_dense_layers=1, ffn_dim=2 * width,
+        block_size=2,
+        kda=KDAConfig(n_heads=2, head_dim=16, implementation=kernel),
+        mla=MLAConfig(n_heads=2, q_lora_rank=0, kv_lora_rank=32, nope_dim=16, rope_dim=16, v_dim=16,
+                      implementation="xla"),
+        moe=MoEConfig(n_experts=8, k=2, expert_dim=32, latent_dim=32, n_shared=1, implementation="xla",
+                      router_implementation="xla"),
+        dtypes=DtypeConfig(compute="float32"),
+    )  # fmt: skip
+
+
+def get_config(options: str = ""):
+    """The run as a ConfigDict; see the module's docstring for `options`."""
+    given = dict(DEFAULTS)
+    for item in filter(None, options.split(",")):
+        key, equals, value = item.partition("=")
+        check_choice("option", key, tuple(DEFAULTS))
+        if not equals:
+            raise ConfigError(f"config option {item!r}: write {key}=VALUE")
+        given[key] = value
+    check_choice("scale", given["scale"], ("cpu", "gpu"))
+    check_choice("objective", given["objective"], OBJECTIVES)
+    cpu = given["scale"] == "cpu"
+    return to_config_dict(
+        RLConfig(
+            name=f"{given['env']}-{given['objective']}",
+            updates=120 if cpu else 300,
+            rows=16 if cpu else 64,
+            model=model(given["scale"]),
+            sft=SFTConfig(steps=300, rows=16, optim=OptimConfig(lr=5e-3, warmup=0.05)),
+            optim=OptimConfig(lr=2e-3, schedule="wsd", decay=0.0, warmup=0.01, weight_decay=0.0),
+            task=TaskConfig(envs=tuple(given["env"].split("+"))),
+            rollout=RolloutConfig(groups=16 if cpu else 32),
+            objective=ObjectiveConfig(name=given["objective"]),
+        )
+    )
