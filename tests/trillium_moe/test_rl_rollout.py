@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import zlib
 
 import jax
 import numpy as np
@@ -51,14 +52,14 @@ class Scripted(Engine):
         super().close(slot)
 
 
-def scripted(spec, tasks=None, rollout=ROLLOUT):
-    """(engine, rollout) in which every slot plays valid random calls."""
-    protocol, rngs = Protocol(WordTokenizer()), {}
+def scripted(spec, rollout=ROLLOUT, stop=0.0):
+    """(engine, rollout) in which every sample plays random calls: a function of what it is and of the turn."""
+    protocol = Protocol(WordTokenizer())
 
     def say(slot):
-        session = next(r.session for r in out.running if r.slot == slot)
-        rng = rngs.setdefault(slot, np.random.default_rng(slot))
-        return protocol.turn(explorer(rng, stop=0.0)(session.episode))
+        r = next(r for r in out.running if r.slot == slot)
+        rng = np.random.default_rng([zlib.crc32(r.trajectory.id.encode()), r.trajectory.turns])
+        return protocol.turn(explorer(rng, stop)(r.session.episode))
 
     class Watched(Rollout):
         def _turn(self, running, *args):
@@ -66,7 +67,7 @@ def scripted(spec, tasks=None, rollout=ROLLOUT):
             return super()._turn(running, *args)
 
     engine = Scripted(say)
-    out = Watched(engine, protocol, tasks or TaskConfig(envs=(spec,)), rollout, seed=0)
+    out = Watched(engine, protocol, TaskConfig(envs=(spec,)), rollout, seed=0)
     return engine, out
 
 
@@ -97,7 +98,8 @@ def test_a_trajectory_is_what_the_environment_saw():
     part = t.parts[0]
     assert len({len(x) for x in (part.tokens, part.mask, part.logprob, part.version, part.turn, part.channel)}) == 1
     shown = rollout.protocol.show(part.tokens, part.mask).splitlines()
-    assert shown[1].startswith("  user: find") and [line[:8] for line in shown if line.startswith(">")] == ["> tools:"] * 4
+    assert shown[1].startswith("  user: find")
+    assert [line[:8] for line in shown if line.startswith(">")] == ["> tools:"] * 4
     mask = np.array(part.mask, bool)
     assert set(np.array(part.version)[mask]) == {7} and set(np.array(part.version)[~mask]) == {-1}
     assert set(np.array(part.channel)[~mask]) == {GIVEN} and set(np.array(part.channel)[mask]) == {TOOLS}
@@ -113,21 +115,29 @@ def test_compaction_begins_a_new_part():
     rollout.run([group], version=0)
     for t in group:
         assert len(t.parts) >= 3 and all(sum(p.mask) for p in t.parts)
-        assert [turn for p in t.parts for turn in sorted({u for u, m in zip(p.turn, p.mask) if m})] == list(range(t.turns))
+        turns = [turn for p in t.parts for turn in sorted({u for u, m in zip(p.turn, p.mask) if m})]
+        assert turns == list(range(t.turns))
         assert all(p.tokens[0] == rollout.protocol.bos for p in t.parts)
     assert sorted(engine.free) == list(range(8))
 
 
 def test_a_pause_keeps_what_was_said():
-    """Half of the trajectories finish, the others go on later: the same episodes as without a pause."""
-    whole = scripted("guess:budget=6")[1]
+    """Rollouts that stop when a third is done, under newer and newer policies, play the same episodes as one."""
+    whole = scripted("read_page:pages=3", stop=0.7)[1]
     want = [whole.new_group(i, samples=4) for i in range(2)]
-    whole.run(want, version=1)
-    engine, rollout = scripted("guess:budget=6")
+    whole.run(want, version=0)
+    engine, rollout = scripted("read_page:pages=3", stop=0.7)
     groups = [rollout.new_group(i, samples=4) for i in range(2)]
-    rollout.run(groups, version=1, pause=0.01)  # one turn short of the end all are unfinished, then all finish
-    assert all(t.done for g in groups for t in g) and sorted(engine.free) == list(range(8))
-    assert [t.to_json() for g in groups for t in g] == [t.to_json() for g in want for t in g]
+    unfinished = []
+    for version in range(9):
+        rollout.run(groups, version, pause=min(1.0, (version + 1) / 3))
+        unfinished.append(sum(not t.done for g in groups for t in g))
+        assert sorted(engine.free) == list(range(8))
+    assert 0 < unfinished[0] < 8 and unfinished[-1] == 0
+    for t, w in zip((t for g in groups for t in g), (t for g in want for t in g)):
+        assert (t.parts[0].tokens, t.rewards, t.end, t.errors) == (w.parts[0].tokens, w.rewards, w.end, w.errors)
+        assert (np.diff(t.versions) >= 0).all() and set(w.versions) == {0}
+    assert max(len(set(t.versions)) for g in groups for t in g) > 1  # some span several policies
 
 
 @pytest.mark.parametrize("limit, end", [({"max_tokens": 60}, "context"), ({"max_message": 3}, "overlong"),
