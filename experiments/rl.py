@@ -29,8 +29,9 @@ def run(flags):
 
     from trillium_moe.config import from_config_dict
     from trillium_moe.rl.config import RLConfig
-    from trillium_moe.rl.loop import Run, train
+    from trillium_moe.rl.loop import train
     from trillium_moe.rl.report import summary, write_report
+    from trillium_moe.rl.run import Run
 
     workdir = workdir_of(flags, exists=False)
     if not all(s.strip().isdigit() for s in flags.seeds.split(",")):

@@ -20,12 +20,12 @@ from trillium_moe.train.metrics import read_arrays, read_metrics
 from trillium_moe.train.report_page import PAGE
 
 CAPTIONS = {
-    "success": "Held-out tasks, a line a seed. Dashed: the oracle, and an answer without a call. Amber: SFT that went on "
-               "from the same start, over the same computation.",
+    "success": "Held-out tasks, a line a seed. Dashed: the oracle, and an answer without a call. Amber: SFT that "
+               "went on from the same start, for as much computation.",
     "calls": "Calls of an episode, held out. Where it falls towards the oracle's, the policy knows where to look.",
     "training": "Rollouts, and the entropy of the policy: at zero it explores no more.",
-    "objective": "Left: tokens that the objective cut off. Middle: mean distance between the trainer's and the sampler's "
-                 "log-probability of a token. Right: age of trained tokens.",
+    "objective": "Left: tokens that the objective cut off. Middle: mean distance between the trainer's and the "
+                 "sampler's log-probability of a token. Right: age of trained tokens.",
     "state": "By forking groups and extending observations, against prefilling the whole history at every turn.",
     "effort": "Success against tokens written, one line a seed, at the last evaluation.",
     "load": "Experts of every layer in the last update that was logged: neutral is the mean load.",
