@@ -1,6 +1,7 @@
 """Text and pictures in one stream from the first step: --config=configs/vision.py:scale=tiny
 
-    scale   tiny (two CPU cores, printed and handwritten digits and shapes) or small (a GPU: words, charts, code, ...)
+    scale   tiny (two CPU cores, printed and handwritten digits and shapes), small (a GPU: words, charts, code, ...), or
+            trillium_2t8, the released dimensions, for experiments.params and experiments.compile
 
 A constant share of the rows holds pictures, from the first step to the last; every other field is in
 trillium_moe/config.py.
@@ -55,7 +56,20 @@ def small() -> Config:
     )
 
 
-SCALES = {f.__name__: f for f in (tiny, small)}
+def trillium_2t8() -> Config:
+    """Kimi K3 whole: pictures of up to 65,536 patches, 16,384 tokens."""
+    vision = VisionConfig(n_layers=27, d_model=1024, n_heads=12, head_dim=128, ffn_dim=4096, grid=64, frames=4)
+    return Config(
+        name="trillium_2t8-vision",
+        model=replace(scales.trillium_2t8(), vision=vision),
+        data=DataConfig(seq_len=32_768, batch_size=128, tokenizer="bpe"),
+        images=ImagesConfig(share=0.1, tasks="captions", path="captions/*.parquet", patches=65_536, max_patches=65_536),
+        optim=OptimConfig(lr=scales.RECIPES["trillium_2t8"][0]),
+        train=TrainConfig(steps=10_000),
+    )
+
+
+SCALES = {f.__name__: f for f in (tiny, small, trillium_2t8)}
 
 
 def get_config(options: str = ""):

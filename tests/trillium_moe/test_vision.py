@@ -185,3 +185,15 @@ def test_features_stand_where_placeholders_are(small):
     out = model.vision.insert(jnp.asarray(x), jax.tree.map(jnp.asarray, Images(patches, place[None], features)))
     np.testing.assert_array_equal(out[0, [0, 1, 6, 7]], x[0, [0, 1, 6, 7]])
     np.testing.assert_allclose(out[0, 2:6], encode(patches, place[None])[0, :4], rtol=1e-5, atol=1e-6)
+
+
+def test_the_released_dimensions():
+    """401.2M in the tower and 46.1M in the projector, 165 + 3 tensors with q, k, v in one (model.md 1.3, 8.1)."""
+    from configs.vision import trillium_2t8
+
+    state = jax.eval_shape(lambda: nnx.state(Vision(trillium_2t8().model, rngs=nnx.Rngs(0)), nnx.Param))
+    sizes = {path: v.size for path, v in nnx.to_flat_state(state)}
+    projector = sum(n for path, n in sizes.items() if path[0] == "projector")
+    layer = 1024 * 3 * 1536 + 1536 * 1024 + 2 * 1024 * 4096 + 2 * 1024
+    assert sum(sizes.values()) - projector == 27 * layer + 588 * 1024 + 64 * 64 * 1024 + 1024 == 401_214_464
+    assert projector == 4096 * 4096 + 4096 * 7168 + 7168 == 46_144_512

@@ -92,6 +92,8 @@ def check_mesh(config: Config, sizes: dict[str, int]) -> None:
                           f"{per_part}; nearest data.batch_size that works: {' or '.join(map(str, near))}; nearest "
                           f"product of the axes: {' or '.join(map(str, nearest_divisors(per_part, rows)))}")
     must = [("context", "data.seq_len", config.data.seq_len)]
+    if model.vision.n_layers:
+        must.append(("context", "images.patches/4", config.images.patches // 4))
     if "moe" in model.ffns:
         must.append(("expert", "model.moe.n_experts", model.moe.n_experts))
     must += [("model", f"model.{kind}.n_heads", getattr(model, kind).n_heads) for kind in sorted(set(model.mixers))]

@@ -78,7 +78,13 @@ def shapes(config: Config, mesh: Mesh) -> tuple[TrainState, dict[str, jax.ShapeD
     rows = NamedSharding(mesh, sharding.batch_spec())
     array = lambda dtype: jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), dtype, sharding=rows)
     batch = {name: array(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
-    return state, batch | {"weights": array(jnp.float32)}
+    batch["weights"] = array(jnp.float32)
+    if config.model.vision.n_layers:
+        room = (config.data.batch_size, config.images.patches)
+        batch["features"] = array(jnp.int32)
+        batch["patches"] = jax.ShapeDtypeStruct((*room, config.model.vision.pixels), jnp.uint8, sharding=rows)
+        batch["place"] = jax.ShapeDtypeStruct((*room, 7), jnp.int32, sharding=rows)
+    return state, batch
 
 
 def compile_step(config: Config, devices: Sequence[jax.Device], chip: Chip, num_slices: int = 1) -> Compiled:
