@@ -11,7 +11,7 @@ from pallas_kernels.kda import gpu_inverse, gpu_state, kda, kda_gated, pallas_gp
 from pallas_kernels.kda.config import GPUConfig
 from pallas_kernels.kda.gated import log_decay
 from pallas_kernels.kda.gpu_tiles import C, documents
-from pallas_kernels.kda.pallas_gpu import kda_pallas_gpu
+from pallas_kernels.kda.pallas_gpu import kda_gated_pallas_gpu, kda_pallas_gpu
 from pallas_kernels.kda.reference import kda_reference
 from tests.pallas_kernels.test_kda import nearly_known
 
@@ -60,26 +60,20 @@ def make(B, T, H, gate, seed=0, K=D):
     return *to(jnp.bfloat16, q, k, v), *to(jnp.float32, g, beta, state)
 
 
-def evaluate(op, inputs, segment_ids=None):
-    """Values and all gradients of a functional with fixed random weights, in the order of NAMES."""
-
-    @jax.jit
-    def both(*x):
-        scale = x[0].shape[-1] ** -0.5
-        f = lambda *x: op(*x[:5], scale=scale, initial_state=x[5], segment_ids=segment_ids)
-        values, vjp = jax.vjp(f, *x)
-        weights = [
-            jax.random.normal(jax.random.key(i), y.shape).astype(jnp.bfloat16) for i, y in enumerate(values)
-        ]
-        return values + vjp(tuple(w.astype(y.dtype) for w, y in zip(weights, values)))
-
-    return dict(zip(NAMES, both(*inputs)))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="config")  # one program for inputs of one shape
+def evaluate(op, inputs, segment_ids=None, **config):
+    """Values and all gradients, for fixed random cotangents, of (q, k, v, g, beta, state) or what `kda_gated` takes."""
+    *arrays, state = inputs
+    more = {"scale": arrays[0].shape[-1] ** -0.5, "segment_ids": segment_ids} | config
+    values, vjp = jax.vjp(lambda *x: op(*x[:-1], initial_state=x[-1], **more), *arrays, state)
+    weights = [jax.random.normal(jax.random.key(i), y.shape).astype(jnp.bfloat16) for i, y in enumerate(values)]
+    return values + vjp(tuple(w.astype(y.dtype) for w, y in zip(weights, values)))
 
 
-def assert_parity(inputs, segment_ids=None, loose=(), config=None):
-    got = evaluate(functools.partial(kda_pallas_gpu, config=config), inputs, segment_ids)
+def assert_parity(inputs, segment_ids=None, loose=(), **config):
+    got = dict(zip(NAMES, evaluate(kda_pallas_gpu, inputs, segment_ids, **config)))
     with jax.default_matmul_precision("highest"):
-        want = evaluate(kda_reference, [x.astype(jnp.float32) for x in inputs], segment_ids)
+        want = dict(zip(NAMES, evaluate(kda_reference, [x.astype(jnp.float32) for x in inputs], segment_ids)))
     for name in NAMES:
         x, y = (np.asarray(r[name], np.float64) for r in (got, want))
         assert np.isfinite(x).all(), name
@@ -144,23 +138,18 @@ def test_spans(packed):
     assert_parity(make(2, 500, 3, "typical"), jnp.asarray(ids, jnp.int32) if packed else None, config=config)
 
 
-@on_hopper
-@pytest.mark.parametrize("gated", [False, True])
-def test_states_of_segments(gated):
-    """FlashKDA#32, flashinfer#3536: one state per segment; segments without tokens, and tokens of no segment."""
+def segments(H):
+    """Tokens of no segment at both ends; segments 1, 3 and 4 have none. And their states."""
     ids = jnp.asarray(np.repeat([[-1, 0, 2, 5, 7]], [10, 63, 130, 65, 20], axis=1), jnp.int32)
+    return ids, jnp.asarray(0.3 * np.random.default_rng(1).normal(size=(1, 6, H, D, D)), jnp.float32)
+
+
+@on_hopper
+def test_states_of_segments():
+    """FlashKDA#32, flashinfer#3536: one state per segment; segments without tokens, and tokens of no segment."""
+    ids, states = segments(2)
     *inputs, _ = make(1, ids.shape[1], 2, "typical")
-    states = jnp.asarray(0.3 * np.random.default_rng(1).normal(size=(1, 6, 2, D, D)), jnp.float32)
-    if not gated:
-        return assert_parity((*inputs, states), ids)
-    inputs = gated_inputs(1, ids.shape[1], 2)
-    run = lambda implementation, x: kda_gated(
-        *x, initial_state=states, segment_ids=ids, implementation=implementation
-    )
-    with jax.default_matmul_precision("highest"):
-        want = run("reference", [x.astype(jnp.float32) for x in inputs])
-    for x, y in zip(jax.jit(run, static_argnums=0)("pallas_gpu", inputs), want):
-        assert np.linalg.norm(np.asarray(x, np.float64) - y) < 1e-2 * np.linalg.norm(y)
+    assert_parity((*inputs, states), ids)
 
 
 @on_hopper
@@ -245,51 +234,69 @@ def test_more_than_2_to_31_elements():
         assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
 
 
-def gated_inputs(B, T, H, K=D, dtype=jnp.bfloat16, logit=None):
+def gated_inputs(B, T, H, K=D, dtype=jnp.bfloat16, logit=None, logits=jnp.float32):
     rng = np.random.default_rng(5)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     q, k, v = (normal(B, T, H, K) for _ in range(3))
-    z = normal(B, T, H, K) if logit is None else jnp.full((B, T, H, K), logit, dtype)
+    z = (normal(B, T, H, K) if logit is None else jnp.full((B, T, H, K), logit)).astype(logits)
     wide = jnp.promote_types(dtype, jnp.float32)
     a_log, bias = (jnp.asarray(0.5 * rng.normal(size=shape), wide) for shape in ((H,), (H, K)))
     return q, k, v, z, normal(B, T, H), a_log, bias
 
 
-def gated_gradients(inputs, implementation):
-    def f(*x):
-        o, state = kda_gated(*x, g_min=-5.0, implementation=implementation)
-        weight = lambda i, y: jnp.asarray(np.random.default_rng(i).normal(size=y.shape), y.dtype)
-        return sum((y * weight(i, y)).astype(state.dtype).sum() for i, y in enumerate((o, state)))
+GATED_NAMES = (
+    "o", "final_state", "dq", "dk", "dv", "d decay_logits", "d beta_logits", "d a_log", "d dt_bias", "dinitial_state"
+)  # fmt: skip
 
-    return jax.jit(jax.value_and_grad(f, argnums=tuple(range(7))))(*inputs)[1]
+
+def gated_gpu(*x, **more):
+    """`kda_gated` by the kernels, in spans if a config says so."""
+    return kda_gated_pallas_gpu(*x[:4], jax.nn.sigmoid(x[4].astype(jnp.float32)), *x[5:], g_min=-5.0, **more)
+
+
+gated_reference = functools.partial(kda_gated, implementation="reference")
+
+
+def assert_gated_parity(inputs, state, segment_ids=None, **config):
+    """Values, and gradients of the raw projections, of parameters and states."""
+    got = evaluate(gated_gpu, (*inputs, state), segment_ids, **config)
+    assert [x.dtype for x in got[2:]] == [x.dtype for x in (*inputs, state)]
+    with jax.default_matmul_precision("highest"):
+        want = evaluate(gated_reference, [x.astype(jnp.float32) for x in (*inputs, state)], segment_ids)
+    errors = {}
+    for name, x, y in zip(GATED_NAMES, got, want, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.isfinite(x).all(), name
+        errors[name] = np.linalg.norm(x - y) / np.linalg.norm(y)
+    assert all(error < (2e-2 if "beta" in name else 1e-2) for name, error in errors.items()), errors
+
+
+def random_state(H):
+    return jnp.asarray(0.3 * np.random.default_rng(1).normal(size=(1, H, D, D)), jnp.float32)
 
 
 @on_hopper
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_gated_parity(dtype):
-    assert_gated_parity(1, 200, 2, dtype)
+@pytest.mark.parametrize("logits", [jnp.bfloat16, jnp.float32])
+def test_gated_parity(logits):
+    assert_gated_parity(gated_inputs(1, 200, 2, logits=logits), random_state(2))
 
 
-def assert_gated_parity(B, T, H, dtype):
-    """Gradients of the raw projections, with decay logits of a dtype."""
-    inputs = gated_inputs(B, T, H)
-    inputs = (*inputs[:3], inputs[3].astype(dtype), *inputs[4:])
-    got = gated_gradients(inputs, "pallas_gpu")
-    with jax.default_matmul_precision("highest"):
-        want = gated_gradients([x.astype(jnp.float32) for x in inputs], "reference")
-    assert [x.dtype for x in got] == [x.dtype for x in inputs]
-    errors = {}
-    for name, x, y in zip(("q", "k", "v", "decay_logits", "beta_logits", "a_log", "dt_bias"), got, want):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        errors[name] = np.linalg.norm(x - y) / np.linalg.norm(y)
-    assert all(error < 2e-2 for error in errors.values()), errors
+@on_hopper
+def test_gated_states_of_segments():
+    ids, states = segments(2)
+    assert_gated_parity(gated_inputs(1, ids.shape[1], 2), states, ids)
+
+
+@on_hopper
+def test_gated_spans():
+    ids = jnp.asarray(np.repeat([0, 1, 2], [90, 1, 109])[None], jnp.int32)
+    assert_gated_parity(gated_inputs(1, 200, 2), random_state(2), ids, config=GPUConfig(workspace=2 * 128))
 
 
 @on_hopper
 def test_gated_saturated():
     """flash-linear-attention-npu#448: all logits at +20."""
-    gradients = gated_gradients(gated_inputs(1, 512, 4, logit=20.0), "pallas_gpu")
-    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in gradients)
+    assert_gated_parity(gated_inputs(1, 200, 2, logit=20.0), random_state(2))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -350,9 +357,19 @@ def test_parity_interpreted(interpreted, packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_gated_parity_interpreted(interpreted, dtype):
-    assert_gated_parity(1, 70, 1, dtype)
+@pytest.mark.parametrize("how", ["bfloat16 logits", "float32 logits", "saturated", "spans", "segments"])
+def test_gated_parity_interpreted(interpreted, how):
+    logits = jnp.bfloat16 if how == "bfloat16 logits" else jnp.float32
+    T = 110 if how == "segments" else 70
+    logit = 20.0 if how == "saturated" else None
+    inputs, state, ids, config = gated_inputs(1, T, 1, logits=logits, logit=logit), random_state(1), None, {}
+    if how == "spans":
+        ids = jnp.asarray(np.repeat([0, 1, 2], [20, 38, 12])[None], jnp.int32)
+        config = {"config": GPUConfig(workspace=64)}
+    if how == "segments":
+        ids = jnp.asarray(np.repeat([[-1, 0, 2, 5]], [10, 20, 70, 10], axis=1), jnp.int32)
+        state = jnp.asarray(0.3 * np.random.default_rng(1).normal(size=(1, 5, 1, D, D)), jnp.float32)
+    assert_gated_parity(inputs, state, ids, **config)
 
 
 @on_hopper
