@@ -57,6 +57,9 @@ class TPUConfig:
 # (device kind, K, V) -> sizes; None stands for any head size. Device kinds are `jax.Device.device_kind`.
 _XLA: dict[tuple[str, int | None, int | None], ChunkConfig] = {
     ("cpu", None, None): ChunkConfig(chunk=32, tile=16),
+    ("cpu", 32, 32): ChunkConfig(chunk=32, tile=16),
+    ("cpu", 64, 64): ChunkConfig(chunk=64, tile=16),
+    ("cpu", 128, 128): ChunkConfig(chunk=64, tile=16),
 }
 _GPU: dict[tuple[str, int | None, int | None], GPUConfig] = {}
 _TPU: dict[tuple[str, int | None, int | None], TPUConfig] = {}
