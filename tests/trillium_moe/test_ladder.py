@@ -2,17 +2,34 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from configs import stages
+from configs.ablations.recall import get_config as recall
+from configs.ladder import get_config as one_stage
+from configs.pretrain import get_config as pretrain
 from tests.trillium_moe.toy import toy_task
-from trillium_moe.config import Config, ConfigError, DataConfig, MeshConfig, OptimConfig, TrainConfig
+from trillium_moe.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    KDAConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    from_config_dict,
+)
+from trillium_moe.model.kda import KDA
 from trillium_moe.train.checkpoint import CheckpointError
 from trillium_moe.train.ladder import Gate, climb
 from trillium_moe.train.ladder_report import table
 from trillium_moe.train.loop import fit
 from trillium_moe.train.schedule import make_schedule
+from trillium_moe.train.state import model_def
 
 BASE = Config(name="tiny-8k", data=DataConfig(seq_len=128, batch_size=16), train=TrainConfig(steps=1000))
 NAMES = ("8k", "64k", "256k", "1m")
@@ -123,3 +140,33 @@ def test_table():
     assert "| 8k | needle | 99.5 (100) | 50.0 (100) |" in text and "| 64k | needle | 99.5 (100) |  |" in text
     assert "| 8k | 512 | 3 x 2 | 3,072 | 1,234 | 3.0 GiB | 2.0000 | 0.2500 | passed |" in text
     assert "| too little |" in text and json.dumps(text)
+
+
+def test_a_stage_on_its_own_is_that_of_the_ladder():
+    of = lambda options: from_config_dict(one_stage(options))
+    base = from_config_dict(pretrain("scale=tiny,shrink=64"))
+    ladder = stages.ladder(base, NAMES, tokens=10_000_000)
+    for name, config in ladder.items():
+        assert of(f"scale=tiny,shrink=64,tokens=10000000,stage={name}") == config
+    assert of("scale=tiny,shrink=64,stage=1m,start=runs/x/256k").train.start == "runs/x/256k"
+    with pytest.raises(ConfigError, match="option='stag'"):
+        of("stag=64k")
+
+
+def test_recall_protocol():
+    arms = {mixer: from_config_dict(recall(f"task=mqar,mixer={mixer},length=512")) for mixer in ("kda", "gdn", "mla")}
+    assert {name: c.model.mixers for name, c in arms.items()} == {
+        "kda": ("kda", "kda"), "gdn": ("kda", "kda"), "mla": ("mla", "mla")}
+    assert all(c.model.ffns == ("dense", "dense") and c.data.seq_len == 512 for c in arms.values())
+    shapes = {name: model_def(c.model)[1] for name, c in arms.items()}
+    assert shapes["kda"]["kda"]["dt_bias"].shape == (2, 2, 128) and shapes["gdn"]["kda"]["dt_bias"].shape == (2, 2, 1)
+    with pytest.raises(ConfigError, match="mixer='kdaa': .*did you mean 'kda'"):
+        recall("mixer=kdaa")
+
+
+def test_one_decay_per_head_is_the_same_in_all_its_channels():
+    c = ModelConfig(d_model=16, n_layers=1, mla_layers=(-1,), kda=KDAConfig(n_heads=2, head_dim=8, decay_per="head"))
+    mixer = KDA(c, rngs=nnx.Rngs(0))
+    g = mixer.log_decay(jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 16)), jnp.float32))
+    assert g.shape == (1, 5, 2, 8) and np.array_equal(g, np.broadcast_to(g[..., :1], g.shape))
+    assert len(np.unique(g)) == 10  # tokens and heads differ
