@@ -10,7 +10,7 @@ ARGS ?=
 DATA ?= runs/data
 LADDER ?= runs/ladder
 # Recall from the first step, and as many steps of each window as two cores do in a few minutes.
-CURRICULUM = --mix=recall --steps=300,60,20,5 --floor=1 --config.data.batch_size=16
+CURRICULUM = --mix=recall --steps=300,60,20,5 --floor=1 --tasks=needle,multi_query --config.data.batch_size=16
 PYTEST_ARGS ?=
 # Test processes: one a core, at most 8 (each holds its own JAX).
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -le 8 ] || n=8; echo $$n)

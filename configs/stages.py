@@ -45,6 +45,7 @@ RECALL_MIXTURES = {
 }
 MIXTURES = {"pretrain": {name: stage.mixture for name, stage in STAGES.items()}, "recall": RECALL_MIXTURES}
 RATES = ("continue", "rewarm")
+EVALUATIONS = ("needle", "multi_query", "variable", "document_qa")  # after every stage, at every window of the ladder
 
 
 def window(stage: str, shrink: int) -> int:
@@ -98,7 +99,8 @@ def ladder(
     done = 0
     for i, name in enumerate(names):
         seq_len = window(name, shrink)
-        rows = max(base.train.micro_batches, min(base.data.batch_size, floor), per_step // seq_len)
+        rows = max(min(base.data.batch_size, floor), per_step // seq_len)
+        rows = max(base.train.micro_batches, rows - rows % base.train.micro_batches)
         if not steps:
             n = max(1, round(total * STAGES[name].tokens / share / (rows * seq_len)))
         else:

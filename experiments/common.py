@@ -64,10 +64,11 @@ def command(
         from trillium_moe.parallel.runtime import DistributedError, leave
         from trillium_moe.train.aot import HBMOverflow
         from trillium_moe.train.checkpoint import CheckpointError, NonFiniteError
+        from trillium_moe.train.ladder import GateError
 
         if isinstance(error, CheckpointError):
             return leave(_fail(error, 2))
-        if isinstance(error, (NonFiniteError, DistributedError, HBMOverflow)):
+        if isinstance(error, (NonFiniteError, DistributedError, HBMOverflow, GateError)):
             return leave(_fail(error, 1))
         traceback.print_exc()
         sys.stderr.flush()

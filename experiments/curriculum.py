@@ -29,7 +29,8 @@ def define(flags):
     DEFINE_integer("floor", 4, "rows per step at least", lower_bound=1, **own)
     DEFINE_enum("gate", "warn", ["warn", "stop"], "what a failed gate does", **own)
     DEFINE_string("hard", "multi_query", "task whose accuracy must rise from stage to stage", **own)
-    DEFINE_list("tasks", ["needle", "multi_query"], "tasks to evaluate (trillium_moe/data/synthetic.py)", **own)
+    DEFINE_list("tasks", [], "tasks to evaluate (trillium_moe/data/synthetic.py); by default as in configs/stages.py",
+                **own)
     DEFINE_integer("answers", 100, "answers per task and length, if --eval_tokens allows", lower_bound=1, **own)
     DEFINE_integer("eval_tokens", 1 << 17, "tokens read per task and length at most; at a stage's own window four "
                    "times as many", lower_bound=1, **own)
@@ -62,7 +63,8 @@ def run(flags):
     def suite(config):
         own = [config.data.seq_len * k // 4 for k in (1, 2, 4, 8)]
         lengths = sorted({n for n in [*windows, *own] if 64 <= n <= longest})
-        return LongConfig(tuple(flags.tasks), tuple(lengths), flags.answers, flags.eval_tokens,
+        tasks = tuple(flags.tasks) or stages.EVALUATIONS
+        return LongConfig(tasks, tuple(lengths), flags.answers, flags.eval_tokens,
                           focus=config.data.seq_len, capacity=max(longest, windows[-1]), generate=flags.generate,
                           rows=flags.eval_rows, chunk=flags.eval_chunk)
 

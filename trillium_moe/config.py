@@ -389,7 +389,7 @@ class OptimConfig:
             check(0 <= getattr(self, name) <= 1, f"optim.{name}", getattr(self, name), "must lie in [0, 1]")
         for name in ("momentum", "beta1", "beta2"):
             check(0 <= getattr(self, name) < 1, f"optim.{name}", getattr(self, name), "must lie in [0, 1)")
-        for name in ("weight_decay", "clip_norm", "qk_clip"):
+        for name in ("weight_decay", "clip_norm", "qk_clip", "begin", "horizon"):
             check(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "must be 0 (off) or positive")
 
 

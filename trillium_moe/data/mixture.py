@@ -70,6 +70,7 @@ class MixtureRows:
             check(long is not None, "data.mixture.long", config.long, f"no document or package holds {seq_len // 2} "
                   "tokens, half a window; set it to 0, or give longer documents")
             self._streams["long"] = concat(long, seq_len)
+        self._counts = [np.zeros(len(KINDS), np.int64)]  # rows of each kind before each block, as far as was asked
         self._kinds = functools.lru_cache(maxsize=8)(self._kinds)
 
     def __len__(self) -> int:
@@ -79,27 +80,30 @@ class MixtureRows:
     def rows_per_epoch(self) -> float:
         return len(self.documents.tokens) / self.seq_len
 
-    def _kinds(self, block: int) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "kinds n1"]]:
-        """Kinds of a block of rows, and how many of each kind precede each of them (and the next block)."""
+    def _kinds(self, block: int) -> Int[np.ndarray, "n"]:
+        """Kinds of a block of rows, as indices into KINDS."""
         i = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64)
         x = (i * np.uint64(GOLDEN) + np.uint64(self._offset)) / 2.0**64
         edges = np.cumsum(weights_at(self.config, i / self.n_rows), 1)
-        kinds = np.minimum((x[:, None] >= edges).sum(1), len(KINDS) - 1)
-        ones = kinds[None] == np.arange(len(KINDS))[:, None]
-        before = self._kinds(block - 1)[1][:, -1:] if block else np.zeros((len(KINDS), 1), np.int64)
-        return kinds, np.concatenate([before, before + np.cumsum(ones, 1)], 1)
+        return np.minimum((x[:, None] >= edges).sum(1), len(KINDS) - 1)
+
+    def _before(self, index: int) -> Int[np.ndarray, "kinds"]:
+        """Rows of each kind before a row."""
+        block, i = divmod(index, _BLOCK)
+        while len(self._counts) <= block:
+            whole = np.bincount(self._kinds(len(self._counts) - 1), minlength=len(KINDS))
+            self._counts.append(self._counts[-1] + whole)
+        return self._counts[block] + np.bincount(self._kinds(block)[:i], minlength=len(KINDS))
 
     def kind(self, index: int) -> tuple[str, int]:
         """The kind of a row, and its number among the rows of that kind."""
         block, i = divmod(index, _BLOCK)
-        kinds, before = self._kinds(block)
-        return KINDS[kinds[i]], int(before[kinds[i], i])
+        kind = int(self._kinds(block)[i])
+        return KINDS[kind], int(self._before(index)[kind])
 
     def shares(self, stop: int) -> dict[str, float]:
         """Realised share of every kind among the first `stop` rows."""
-        block, i = divmod(stop - 1, _BLOCK)
-        counts = self._kinds(block)[1][:, i + 1]
-        return {kind: float(n) / stop for kind, n in zip(KINDS, counts)}
+        return {kind: float(n) / stop for kind, n in zip(KINDS, self._before(stop))}
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
