@@ -68,6 +68,8 @@ def run(flags):
                           focus=config.data.seq_len, capacity=max(longest, windows[-1]), generate=flags.generate,
                           rows=flags.eval_rows, chunk=flags.eval_chunk)
 
+    for config in ladder.values():
+        suite(config)  # before anything is trained
     gate = Gate(flags.gate, needle=flags.needle, hard=flags.hard)
     say = lambda line: print(line, file=sys.stderr)
     results = climb(ladder, workdir, suite, gate, progress=not flags.json, say=say)

@@ -11,6 +11,8 @@ from configs import stages
 from configs.ablations.recall import get_config as recall
 from configs.ladder import get_config as one_stage
 from configs.pretrain import get_config as pretrain
+from experiments import curriculum
+from experiments.common import command
 from tests.trillium_moe.toy import toy_task
 from trillium_moe.config import (
     Config,
@@ -170,3 +172,21 @@ def test_one_decay_per_head_is_the_same_in_all_its_channels():
     g = mixer.log_decay(jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 16)), jnp.float32))
     assert g.shape == (1, 5, 2, 8) and np.array_equal(g, np.broadcast_to(g[..., :1], g.shape))
     assert len(np.unique(g)) == 10  # tokens and heads differ
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--stages=64k,8k"], "config stages='64k,8k': windows must grow"),
+    (["--steps=1,two"], "flag --steps=1,two: must be whole numbers"),
+    (["--steps=3"], "config steps=(3,): give one number for each of 8k,64k,256k,1m"),
+    (["--mix=recal"], "did you mean 'recall'"),
+    (["--tasks=nedle", "--steps=1,1,1,1"], "did you mean 'needle'"),
+    (["--hard=pile"], "config hard='pile': must be one of"),
+    (["--config.mesh.context=2"], "mesh.context=2: does not fill the 1 devices; give mesh.context=1"),
+])  # fmt: skip
+def test_wrong_commands(flags, message, tmp_path, capsys):
+    config = "--config=configs/pretrain.py:scale=tiny,shrink=64"
+    argv = [config, f"--workdir={tmp_path / 'x'}", *flags]
+    code = command(curriculum.__doc__, curriculum.define, curriculum.run, argv)
+    err = capsys.readouterr().err
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "x").exists()
