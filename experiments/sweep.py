@@ -74,7 +74,7 @@ def _work(sweep, workdir, flags):
     except (ValueError, IndexError):
         raise UsageError(f"flag --only={','.join(flags.only)} --group={flags.group}: the sweep has {len(sweep.runs)} "
                          f"runs in {len(sweep.groups)} groups; --list prints them") from None
-    finished = work(runs, workdir)
+    finished = work(runs, workdir, probes=sweep.probes)
     return {"workdir": workdir, "finished": finished}
 
 

@@ -14,7 +14,8 @@ def get_sweep(options: str = "") -> Sweep:
                    named("SwiGLU", **{"model.activation": "swiglu"})),
         baseline="SiTU 4/25",
         seeds=seeds,
-        measures=("grad_norm_max", "max_logit"),
+        measures=("gate_max", "activation_max", "grad_norm_max"),
+        probes=("activations",),
         published="no losses for 4/25, which the Kimi K3 report gives for stability; a gate and a linear part capped "
                   "at 1 trained 0.72 to 0.76 times as fast as SwiGLU (marin-community/marin).",
     )

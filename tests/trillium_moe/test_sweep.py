@@ -25,6 +25,7 @@ from trillium_moe.sweep.gather import Result, gather, summarise, write_tables
 from trillium_moe.sweep.ladder import fit_power_law, ladder_table
 from trillium_moe.sweep.measures import MEASURES
 from trillium_moe.sweep.plan import Sweep, chain, load_sweep, named, over, override, product, zipped
+from trillium_moe.sweep.probe import PROBES
 from trillium_moe.sweep.report import write_report
 from trillium_moe.train import loop
 
@@ -84,7 +85,8 @@ ABLATIONS = sorted(p for p in Path("configs/ablations").glob("*.py") if p.stem n
 def test_every_ablation_is_a_valid_plan(path):
     sweep = load_sweep(f"{path}:seeds=2,steps=7")
     assert all(r.config.train.steps % 7 == 0 for r in sweep.runs) and len(sweep.seeds) == 2
-    assert set(sweep.measures) <= set(MEASURES)
+    assert set(sweep.measures) <= set(MEASURES) and set(sweep.probes) <= set(PROBES)
+    assert "activation_max" not in sweep.measures or "activations" in sweep.probes
     differing = {json.dumps(dataclasses.asdict(group[0].config), sort_keys=True) for group in sweep.groups}
     assert len(differing) == len(sweep.groups)  # no two arms are the same experiment
 
@@ -199,6 +201,18 @@ def test_results_of_another_config_are_never_taken_for_ours(toy, tmp_path):
     other = dataclasses.replace(sweep, base=override(BASE, {"optim.momentum": 0.5}))
     with pytest.raises(ConfigError, match="seed 0 of another config; name a new workdir"):
         is_done(tmp_path, other.runs[0])
+
+
+def test_a_probe_measures_the_last_model(toy, tmp_path, monkeypatch):
+    """And its values are columns of the table."""
+    sweep = dataclasses.replace(small_sweep(measures=("activation_max",)), probes=("weights",))
+    monkeypatch.setitem(PROBES, "weights", lambda config, state, workdir: {
+        "activation_max": float(state.step) * config.optim.lr})
+    work(sweep.runs[:3:2], tmp_path, say=lambda _: None, probes=sweep.probes)
+    base, slow = summarise(sweep, gather(sweep, tmp_path))
+    assert base.average("activation_max") == pytest.approx(12 * BASE.optim.lr)
+    assert slow.average("activation_max") == pytest.approx(12 * 1e-3)
+    assert "and after it" in write_tables(sweep, gather(sweep, tmp_path), tmp_path)
 
 
 def test_two_processes_never_train_one_run(toy, tmp_path):

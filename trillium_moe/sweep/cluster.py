@@ -33,7 +33,7 @@ XPK = """#!/bin/bash
 # Then, where the bucket can be read: {gather}
 set -euo pipefail
 CLUSTER="${{CLUSTER:?name of the GKE cluster}}"
-TPU_TYPE="${{TPU_TYPE:-v6e-8}}"
+TPU_TYPE="${{TPU_TYPE:-v6e-8}}"  # of one host: an arm is trained by one process
 IMAGE="${{IMAGE:?image that holds this repository and its environment}}"
 for group in $(seq 0 {last}); do
   xpk workload create --cluster="$CLUSTER" --workload="{name}-$group" --tpu-type="$TPU_TYPE" --num-slices=1 \\

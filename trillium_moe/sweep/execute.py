@@ -62,8 +62,12 @@ def is_done(workdir: epath.PathLike, run: Run) -> bool:
     return True
 
 
-def work(runs: Sequence[Run], workdir: epath.PathLike, say: Callable[[str], None] = print) -> bool:
+def work(runs: Sequence[Run], workdir: epath.PathLike, say: Callable[[str], None] = print, probes: Sequence[str] = ()
+         ) -> bool:
     """Trains what is left of `runs`, one after the other in this process. Returns False if a signal stopped it.
+
+    Args:
+      probes: what to measure of every finished run's model, by name.
 
     Raises:
       ConfigError: if another process is at work on one of them, or a directory holds another run.
@@ -78,10 +82,15 @@ def work(runs: Sequence[Run], workdir: epath.PathLike, say: Callable[[str], None
             began = time.perf_counter()
             outcome = {"reason": ""}
             try:
-                result = train(run.config, epath.Path(workdir) / run.folder, progress=False, report=False)
+                folder = epath.Path(workdir) / run.folder
+                result = train(run.config, folder, progress=False, report=False)
                 if not result.finished:
                     return False
                 outcome |= _verdict(workdir, run)
+                for name in probes if outcome["status"] == "finished" else ():
+                    from trillium_moe.sweep.probe import PROBES  # imported late: it draws
+
+                    outcome.setdefault("probed", {}).update(PROBES[name](run.config, result.state, folder))
             except Exception as error:
                 outcome |= _accident(error)
             outcome |= {"seconds": round(time.perf_counter() - began, 1), "peak_bytes": _peak_bytes()}

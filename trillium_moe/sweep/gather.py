@@ -14,7 +14,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class Result:
     lines: list[dict[str, Any]]  # its metrics
     facts: dict[str, Any]
     peak_bytes: int
+    probed: dict[str, float] = field(default_factory=dict)  # of its last model
 
     @property
     def loss(self) -> float | None:
@@ -70,7 +71,8 @@ class Result:
         return self.tokens / self.rate
 
     def measure(self, name: str) -> float | None:
-        return MEASURES[name].read(self.lines)
+        """Of the run's metrics, or of its last model where a probe measured it."""
+        return self.probed[name] if name in self.probed else MEASURES[name].read(self.lines)
 
 
 def gather(sweep: Sweep, workdir: epath.PathLike) -> list[Result]:
@@ -79,7 +81,7 @@ def gather(sweep: Sweep, workdir: epath.PathLike) -> list[Result]:
     for run in sweep.runs:
         outcome, folder = read_outcome(workdir, run), epath.Path(workdir) / run.folder
         results.append(Result(run, outcome["status"], outcome.get("reason", ""), read_metrics(folder),
-                              read_facts(folder), outcome.get("peak_bytes", 0)))
+                              read_facts(folder), outcome.get("peak_bytes", 0), outcome.get("probed", {})))
     return results
 
 

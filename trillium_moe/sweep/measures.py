@@ -57,6 +57,8 @@ MEASURES = {
     "violation_floor": Measure("sampling floor", last("router/floor")),
     "dead_experts": Measure("dead experts", last("router/dead_total"), 0),
     "churn": Measure("routing churn", last("router/churn")),
+    "gate_max": Measure("largest value before the activation", lambda lines: None, 1),  # by the probe `activations`
+    "activation_max": Measure("and after it", lambda lines: None, 1),  # likewise
     "max_logit": Measure("largest attention logit", highest("mla/max_logit"), 1),
     "min_log_decay": Measure("fastest log decay", last("kda/min_log_decay"), 2),
     "grad_norm_max": Measure("largest gradient norm", highest("train/grad_norm"), 2),

@@ -128,6 +128,7 @@ class Sweep:
       baseline: name (`family`) of the arm that the others are compared with.
       seeds: of every arm, the baseline included.
       measures: extra columns, by name, from `trillium_moe.sweep.measures`.
+      probes: what is measured of the last model of every run, by name, from `trillium_moe.sweep.probe`.
       published: what is known from elsewhere, with its source; printed below the table, never used.
     """
 
@@ -137,6 +138,7 @@ class Sweep:
     baseline: str
     seeds: tuple[int, ...] = (0, 1, 2)
     measures: tuple[str, ...] = ()
+    probes: tuple[str, ...] = ()
     published: str = ""
     runs: tuple[Run, ...] = field(init=False, repr=False)
 
