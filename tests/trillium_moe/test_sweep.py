@@ -306,6 +306,16 @@ def test_a_signal_stops_the_workers_and_nothing_is_lost(stub, tmp_path):
     assert [read_outcome(tmp_path, r)["status"] for r in sweep.runs] == ["finished"] * 4
 
 
+def test_a_run_that_somebody_else_trains_is_left_alone(stub, tmp_path):
+    sweep, make, said = stub
+    write_outcome(tmp_path, sweep.runs[0], status="running")
+    (tmp_path / "stub.py").write_text(STUB.replace("for i in only:", "for i in only:\n    if i == 0: sys.exit(2)"))
+    make().run()
+    assert read_outcome(tmp_path, sweep.runs[0])["status"] == "running"
+    assert any(line.startswith("base, seed 0: left alone") for line in said)
+    assert [read_outcome(tmp_path, r)["status"] for r in sweep.runs[2:]] == ["finished"] * 2
+
+
 def test_a_worker_that_cannot_start_ends_the_sweep_with_an_error(stub, tmp_path):
     sweep, make, said = stub
     (tmp_path / "stub.py").write_text("raise ImportError('no jax')")
@@ -447,7 +457,7 @@ def test_list_and_gather_of_nothing(tmp_path, capsys):
     assert main([f"--sweep={spec}", f"--workdir={tmp_path}", "--gather"]) == 0
     assert "| quantile | 0 of 2, 2 missing |" in capsys.readouterr().out
     assert main(["--sweep=configs/ablations/decay.py", f"--workdir={tmp_path}", "--gather"]) == 2
-    assert "holds the sweep configs/ablations/balancing.py:seeds=2" in capsys.readouterr().err
+    assert "holds configs/ablations/balancing.py:seeds=2; name a new workdir" in capsys.readouterr().err
     write_outcome(tmp_path, load_sweep(spec).runs[0], status="failed", reason="no memory")
     assert main([f"--sweep={spec}", f"--workdir={tmp_path}", "--gather"]) == 1
     assert "failed: quantile, seed 0: no memory" in capsys.readouterr().err

@@ -204,8 +204,10 @@ class Launcher:
         rest = []
         for run in runs:
             outcome = read_outcome(self.workdir, run)
-            if outcome["status"] == "running" and not self.stopped:
-                code = worker.returncode
+            code = worker.returncode
+            if outcome["status"] == "running" and code == 2:  # refused: another process may be at work on it
+                self.say(f"{run.arm.name}, seed {run.seed}: left alone; see {self.workdir}/logs")
+            elif outcome["status"] == "running" and not self.stopped:
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 outcome = {"status": "failed", "reason": f"the worker ended with {how}; see logs/"}
                 write_outcome(self.workdir, run, **outcome)

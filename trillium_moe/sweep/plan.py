@@ -200,11 +200,13 @@ def load_sweep(spec: str) -> Sweep:
 
 
 def check_same_sweep(spec: str, workdir: epath.PathLike) -> None:
-    """Remembers in `workdir` which sweep it holds. Raises ConfigError if it holds another one."""
+    """Remembers in `workdir` which sweep it holds. Raises ConfigError if that is one of another file.
+
+    Other options of the same file may add arms and seeds: each run is held to its own config.
+    """
     path = epath.Path(workdir) / "sweep.txt"
-    if path.exists():
-        there = path.read_text().strip()
-        check(there == spec, "config", spec, f"workdir={str(workdir)!r} holds the sweep {there}; name a new workdir")
-        return
+    file = lambda text: Path(text.partition(":")[0]).name
+    there = path.read_text().strip() if path.exists() else spec
+    check(file(there) == file(spec), "sweep", spec, f"workdir={str(workdir)!r} holds {there}; name a new workdir")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(spec + "\n")
