@@ -90,7 +90,7 @@ class KDAConfig:
         tile, lowest = ChunkConfig().tile, lowest_kernel_gate(ChunkConfig().tile)
         check(self.decay != "bounded" or self.g_min >= lowest, "model.kda.g_min", self.g_min,
               f"must be at least {lowest:.2f}, or the decays of a {tile}-token tile leave the exponent range "
-              "of bfloat16 and float32; use -5.0, or model.kda.decay='softplus' for unbounded decay, or 'deep'")
+              "of bfloat16 and float32; use -5.0, or model.kda.decay='softplus' for unbounded decay")
 
 
 @dataclass(frozen=True)
