@@ -20,8 +20,9 @@ MESHES = (MeshConfig(data=2, expert=4), MeshConfig(replica=2, data=2, expert=2),
 
 
 @pytest.mark.parametrize("mesh_config", MESHES)
-@pytest.mark.parametrize("experts_format", ["dense", "mxfp4"])
-def test_import_onto_a_mesh(mesh_config, experts_format, tmp_path):
+@pytest.mark.parametrize("experts_format, small", [("dense", 0), ("mxfp4", 0), ("dense", hf.SMALL)])
+def test_import_onto_a_mesh(mesh_config, experts_format, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SMALL", small)
     name = "kimi_k3_tiny_mxfp4"
     mesh = make_mesh(mesh_config)
     _, model = hf.load(goldens.ROOT / name, DTYPES, mesh=mesh, experts_format=experts_format)

@@ -61,6 +61,7 @@ def test_a_plan_reads_headers_only(capsys, tmp_path):
     assert "routed experts" in out and "model.safetensors" in out
 
 
+@pytest.mark.slow
 def test_import_as_a_run_and_back(released, tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "out"
     for i in range(40):
@@ -81,6 +82,7 @@ def test_import_as_a_run_and_back(released, tmp_path, capsys):
     assert "holds a run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_converting_between_layouts(released, tmp_path):
     packed = tmp_path / "packed"
     assert call(convert, f"--hf={MXFP4}", f"--out={packed}", "--experts=mxfp4") == 0

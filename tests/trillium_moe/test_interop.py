@@ -42,10 +42,15 @@ def test_the_tables_pieces_fill_every_parameter_once():
         assert all((x == 1).all() for x in filled.values())
 
 
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", GOLDENS)
-@pytest.mark.parametrize("dtypes, experts_format", [(F32, "dense"), (BF16, "dense"), (F32, "mxfp4")])
-def test_import_then_export_is_the_identity(name, dtypes, experts_format, tmp_path):
+@pytest.mark.parametrize("dtypes, experts_format", [
+    (F32, "dense"), pytest.param(BF16, "dense", marks=pytest.mark.slow),
+    pytest.param(F32, "mxfp4", marks=pytest.mark.slow),
+])
+def test_import_then_export_is_the_identity(name, dtypes, experts_format, on_device, tmp_path, monkeypatch):
     mxfp4 = name.endswith("mxfp4")
+    monkeypatch.setattr(hf, "SMALL", 0 if on_device else hf.SMALL)
     if experts_format == "mxfp4" and not mxfp4:
         with pytest.raises(ConfigError, match="multiple of 32"):
             hf.load(goldens.ROOT / name, dtypes, experts_format=experts_format)
@@ -70,6 +75,7 @@ def test_import_then_export_is_the_identity(name, dtypes, experts_format, tmp_pa
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_float32_export_keeps_every_bit(tmp_path):
     config = dataclasses.replace(scales.tiny(), n_layers=5)
     _, params, bias = random_variables(config, noise=0.1)
@@ -182,6 +188,7 @@ def test_a_log_with_a_tail_is_refused_and_all_its_lengths_are_read(tmp_path):
     np.testing.assert_array_equal(model.kda.a_log[0], goldens.arrays("kimi_k3_tiny", "model.safetensors")[name][:3])
 
 
+@pytest.mark.slow
 def test_only_packed_experts_can_stay_packed(tmp_path):
     config = dataclasses.replace(scales.tiny(), n_layers=2, moe=dataclasses.replace(scales.tiny().moe, expert_dim=64))
     _, params, bias = random_variables(config)
@@ -201,9 +208,11 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     hf.load(directory, F32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts_format", ["dense", "mxfp4"])
-def test_the_host_holds_one_tensor(experts_format, tmp_path):
+def test_the_host_holds_one_tensor(experts_format, tmp_path, monkeypatch):
     """numpy's allocations while a checkpoint is read: the largest tensor, and not one and a half of it."""
+    monkeypatch.setattr(hf, "SMALL", 0)
     moe = dataclasses.replace(scales.tiny().moe, n_experts=32, expert_dim=64)
     config = dataclasses.replace(scales.tiny(), n_layers=2, d_model=256, vocab_size=4096, ffn_dim=4096, moe=moe)
     _, params, bias = random_variables(config)
@@ -223,6 +232,7 @@ def test_the_host_holds_one_tensor(experts_format, tmp_path):
     assert largest <= peak < 1.5 * largest < total / 3
 
 
+@pytest.mark.slow
 def test_packed_experts_give_the_logits_of_their_values():
     name = "kimi_k3_tiny_mxfp4"
     ref = goldens.arrays(name, "reference.safetensors")

@@ -44,6 +44,7 @@ def loaded(checkpoint):
     return hf.load(checkpoint, F32)
 
 
+@pytest.mark.slow
 def test_the_projected_features_are_the_golden_ones(loaded):
     config, model = loaded
     ref = goldens.arrays("vision_tiny", "reference.safetensors")
@@ -56,6 +57,7 @@ def test_the_projected_features_are_the_golden_ones(loaded):
     assert config.vision.n_layers == 2 and config.vision.frames == 4
 
 
+@pytest.mark.slow
 def test_import_then_export_is_the_identity(checkpoint, loaded, tmp_path):
     config, model = loaded
     export(tmp_path / "out", config, *nnx.split(model, nnx.Param, RouterBias)[1:])
@@ -77,6 +79,7 @@ def test_towers_that_cannot_be(change, says, tmp_path):
         hf.load(write(tmp_path / "hf", **change), F32)
 
 
+@pytest.mark.slow
 def test_logits_with_pictures(checkpoint, tmp_path, capsys):
     """Features stand where the placeholders are; what comes before them does not change."""
     mark = goldens.meta("kimi_k3_tiny", "config.json")["media_placeholder_token_id"]

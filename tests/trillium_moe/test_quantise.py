@@ -84,6 +84,7 @@ def test_sampling_and_training_agree_as_without_quantisation(variables):
     assert sampled_gap(model(quantise="mxfp4"), params, bias) < 2e-4
 
 
+@pytest.mark.slow
 def test_a_quantised_model_is_exported_as_it_was_trained(variables, tmp_path):
     """MXFP4 experts of the file, with MXFP8 inputs, give the training model's logits, packed or not."""
     _, params, bias = variables

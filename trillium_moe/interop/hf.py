@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from trillium_moe.parallel.sharding import param_spec
 from trillium_moe.train.state import model_def
 
 read_config = configs.read_config
+SMALL = 1 << 20  # bytes of a buffer that is filled on the host: many small pieces cost more calls than bytes
 FLOATS = ("BF16", "F32", "F64")
 EXPERTS = tuple(("moe", name) for name in ("w_gate", "w_up", "w_down"))
 OTHERS = ("vision_tower.", "mm_projector.")  # left unread where config.json has no vision_config
@@ -185,7 +187,11 @@ class Placed:
         where = self.sharding.addressable_devices_indices_map(p.shape)
         self.where = {d: [s.indices(n)[:2] for s, n in zip(index, p.shape)] for d, index in where.items()
                       if devices is None or d in devices}
-        self.buffers = {d: jnp.zeros([b - a for a, b in spans], dtype, device=d) for d, spans in self.where.items()}
+        self.buffers: dict[jax.Device, Any] = {}
+        for device, spans in self.where.items():
+            shape = [b - a for a, b in spans]
+            small = math.prod(shape) * jnp.dtype(dtype).itemsize <= SMALL
+            self.buffers[device] = np.zeros(shape, dtype) if small else jnp.zeros(shape, dtype, device=device)
 
     def put(self, part: Part, x: np.ndarray) -> None:
         """parameter[at] = x.reshape(view)[take].transpose(perm), on every device its part of that."""
@@ -194,13 +200,21 @@ class Placed:
             in_view = [slice(None)] * view.ndim
             for axis, span in zip(part.perm, cut):
                 in_view[axis] = slice(*span)
-            piece = jax.device_put(np.ascontiguousarray(view[tuple(in_view)]), device)
+            piece = view[tuple(in_view)]
+            if isinstance(self.buffers[device], np.ndarray):
+                self.buffers[device][at] = piece.transpose(part.perm)
+                continue
+            piece = jax.device_put(np.ascontiguousarray(piece), device)
             self.buffers[device] = _write(self.buffers[device], piece, at, part.perm)
 
     def put_packed(self, part: Part, codes: np.ndarray, scales: np.ndarray) -> None:
         """The same for an MXFP4 matrix, unpacked on the device."""
         for device, at, cut in self.pieces(part):
             columns, rows = cut  # of [out, in]: the parameter is [in, out]
+            if isinstance(self.buffers[device], np.ndarray):
+                values = np.asarray(_unpacked(codes, scales, self.buffers[device].dtype))
+                self.buffers[device][at] = values[slice(*rows), slice(*columns)].T
+                continue
             pair = [jax.device_put(np.ascontiguousarray(x[slice(*rows)]), device) for x in (codes, scales)]
             self.buffers[device] = _write_unpacked(self.buffers[device], *pair, at, columns)
 
@@ -212,7 +226,8 @@ class Placed:
                 yield device, tuple(i - a for i, (a, _) in zip(part.at, spans)), spans[n:]
 
     def done(self) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, list(self.buffers.values()))
+        buffers = [x if isinstance(x, jax.Array) else jax.device_put(x, d) for d, x in self.buffers.items()]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, buffers)
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
@@ -223,6 +238,9 @@ def _write(buffer, piece, at, perm):
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=0)
 def _write_unpacked(buffer, codes, scales, at, columns):
     return _put(buffer, unpack(codes, scales, buffer.dtype)[:, slice(*columns)].T, at)
+
+
+_unpacked = jax.jit(unpack, static_argnums=2)
 
 
 def _put(buffer, piece, at):
