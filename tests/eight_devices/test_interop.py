@@ -46,3 +46,18 @@ def test_import_onto_a_mesh(mesh_config, experts_format, small, tmp_path, monkey
     again = read_directory(tmp_path / "out")
     for tensor, entry in read_directory(goldens.ROOT / name).items():
         np.testing.assert_array_equal(again[tensor].read(), entry.read())
+
+
+@pytest.mark.parametrize("experts_format", ["dense", "mxfp4"])
+def test_logits_on_a_mesh(experts_format):
+    """Experts cut over devices, packed or not, with the golden logits."""
+    name = "kimi_k3_tiny_mxfp4"
+    ref = goldens.arrays(name, "reference.safetensors")
+    tokens = np.tile(ref["input_ids"], (8 // len(ref["input_ids"]), 1))
+    mesh = make_mesh(MeshConfig(data=2, expert=4))
+    dtypes = DtypeConfig(compute="float32")
+    _, model = hf.load(goldens.ROOT / name, dtypes, mesh=mesh, experts_format=experts_format)
+    graphdef, state = nnx.split(model)
+    with jax.set_mesh(mesh):
+        logits = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens)[0])(state, tokens)
+    assert goldens.error(logits[: len(ref["input_ids"])], ref["logits"]) < 1e-4
