@@ -5,6 +5,7 @@ PYTHON ?=
 EXTRAS ?=
 WORKDIR ?= runs/tiny
 ABLATION ?= runs/ablation
+RL_WORKDIR ?= runs/rl
 CONFIG ?= configs/pretrain.py:scale=tiny,stage=8k,shrink=16
 ARGS ?=
 DATA ?= runs/data
@@ -19,7 +20,7 @@ run = $(VENV)/bin/python -m
 pytest = pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train ablation curriculum vision data notebooks test test-all lint lock clean
+.PHONY: help setup train ablation curriculum vision data rl notebooks test test-all lint lock clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -50,6 +51,8 @@ ablation: setup ## compare four ways of balancing experts on the tiny model: mak
 notebooks: ## execute the notebooks and write their .ipynb, in .venv with the extra notebooks
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup_env.sh notebooks $(EXTRAS)
 	$(VENV)/bin/python tools/notebooks.py
+rl: setup ## reinforcement learning on this machine: format SFT, RL, report, 3 seeds: make rl [RL_WORKDIR=runs/rl] [ARGS=...]
+	JAX_COMPILATION_CACHE_DIR=.cache/jax $(run) experiments.rl --workdir=$(RL_WORKDIR) $(ARGS)
 
 test: setup ## run the tests, without the slow ones: make test [PYTEST_ARGS=tests/data] [JOBS=2]
 	$(run) $(pytest) $(PYTEST_ARGS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs import scales
+from configs import scales, vision
 from tests import goldens
 from tests.models import random_variables
 from trillium_moe.config import ConfigError, DtypeConfig

@@ -115,13 +115,12 @@ class SFTConfig:
     """Supervised training on traces, before RL."""
 
     steps: int = 150
-    rows: int = 16  # of rl.row tokens, filled with whole traces
     policy: str = "explorer"  # explorer: valid calls with random choices; oracle: the upper bound
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-3, warmup=0.05))
 
     def __post_init__(self):
         check_choice("sft.policy", self.policy, ("explorer", "oracle"))
-        check(self.steps >= 0 and self.rows > 0, "sft.steps", self.steps, "must be 0 or more, of at least one row")
+        check(self.steps > 0, "sft.steps", self.steps, "must be greater than 0: RL needs the protocol")
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class RLConfig:
     seed: int = 0
     updates: int = 150
     row: int = 192  # tokens of a training row, filled with whole trajectories
-    rows: int = 16  # of a micro-batch; an update has as many as its trajectories fill
+    rows: int = 16  # of a micro-batch: an SFT step has one, an update of RL as many as its trajectories fill
     log_every: int = 5
     eval_every: int = 25  # updates between held-out evaluations; 0: at the beginning and the end
     eval_tasks: int = 128
@@ -160,5 +159,5 @@ class RLConfig:
 
     def training(self, optim: OptimConfig, steps: int) -> Config:
         """What the supervised step and the optimizer need to know."""
-        data = DataConfig(seq_len=self.row, batch_size=self.sft.rows)
+        data = DataConfig(seq_len=self.row, batch_size=self.rows)
         return Config(self.name, self.seed, self.model, data, optim, TrainConfig(steps=max(1, steps)))

@@ -131,7 +131,7 @@ def _learn(run: Run, workdir: epath.Path, start: TrainState, stop: list[str], sh
 def _sft_only(run: Run, workdir: epath.Path, start: TrainState, forward: int, show) -> None:
     """The other arm: SFT goes on from the same start for as much computation, with fresh traces."""
     config = run.config
-    steps = max(1, forward // (3 * config.sft.rows * config.row))
+    steps = max(1, forward // (3 * config.rows * config.row))
     state = jax.tree.map(jnp.copy, start)
     lines, every = [], -(-steps // 4)
     for at in range(0, steps, every):

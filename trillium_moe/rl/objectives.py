@@ -58,12 +58,19 @@ def objective(name: str, weighting: str) -> Callable[[Objective], Objective]:
     return add
 
 
-def loss(x: Tokens, c: ObjectiveConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """The loss of some tokens of a batch, and sums over them for the metrics."""
+def loss(
+    x: Tokens, c: ObjectiveConfig, imitate: bool | Array = False
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The loss of some tokens of a batch, and sums over them for the metrics.
+
+    Args:
+      imitate: terms are -logp instead: supervised training by the same program.
+    """
     r = log_ratio(x)
     terms, cut = TERMS[c.name](x, c)
     if c.tis:
         terms = terms * jax.lax.stop_gradient(jnp.minimum(jnp.exp(jnp.clip(x.old - x.sampler, -MOST, MOST)), c.tis))
+    terms = jnp.where(imitate, -x.logp, terms)
     drift = jnp.clip(jax.lax.stop_gradient(x.logp) - x.sampler, -MOST, MOST)
     stats = {"tokens": x.mask.sum(), "cut": (cut * x.mask).sum(), "log_ratio": (jnp.abs(drift) * x.mask).sum(),
              "log_ratio_max": jnp.max(jnp.abs(drift) * x.mask), "squared": (r * r * x.mask).sum()}

@@ -25,7 +25,6 @@ from trillium_moe.rl.trajectory import Group, Trajectory
 from trillium_moe.rl.vocabulary import WordTokenizer
 from trillium_moe.shapes import PyTree
 from trillium_moe.train.state import TrainState, init_state, optimizer
-from trillium_moe.train.step import make_train_step
 
 EVAL_TASKS = 1 << 26  # task numbers of evaluations begin here
 
@@ -65,7 +64,7 @@ class Run:
         self.sft_config = config.training(config.sft.optim, config.sft.steps)
         self.rl_config = config.training(config.optim, config.updates)
         self.update = make_update(self.rl_config)
-        self.sft_step = make_train_step(self.sft_config)
+        self.sft_update = make_update(self.sft_config)
         self.rollout: Rollout | None = None
         self.seen: list[Group] = []  # all complete groups of the last rollout
 
@@ -105,9 +104,10 @@ class Run:
         """SFT on traces."""
         rollout = self.engine(state.params, state.router_bias)
         for i, rows in enumerate(sft.batches(self.config, rollout, steps, first)):
-            state, metrics = self.sft_step(state, rows)
-            if show and (i + 1) % 50 == 0:
-                show(f"sft {i + 1}/{steps}  loss {float(metrics['train/loss']):.3f}")
+            state, metrics = policy_step(self.sft_config, self.config.objective, self.sft_update, state, [rows],
+                                         imitate=True)
+            if show and ((i + 1) % 50 == 0 or i + 1 == steps):
+                show(f"sft {i + 1}/{steps}  loss {metrics['rl/loss']:.3f}")
         return state
 
     def collect(self, state: TrainState, work: Work, version: int) -> tuple[list[Group], Counts]:

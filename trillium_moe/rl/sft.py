@@ -53,13 +53,14 @@ def traces(config: RLConfig, rollout: Rollout, start: int) -> Iterator[Part]:
 
 def batches(config: RLConfig, rollout: Rollout, steps: int, first: int = 0) -> Iterator[dict[str, np.ndarray]]:
     """One batch of whole traces a step; every step has traces of its own."""
-    size = config.sft.rows * config.row
+    size = config.rows * config.row
     for step in range(first, first + steps):
         sequences, filled = [], 0
         for part in traces(config, rollout, (1 << 24) + (step << 10)):
             s = batch.sequence(part, np.zeros(0))
             if filled + len(s["tokens"]) > 0.9 * size:  # what first fit surely has room for
                 break
-            sequences.append({"tokens": s["tokens"], "targets": s["targets"], "weights": s["mask"]})
+            sequences.append(s)
             filled += len(s["tokens"])
-        yield next(batch.micro_batches(sequences, config.row, config.sft.rows))
+        batch.weigh(sequences, "reinforce", config.row)
+        yield next(batch.micro_batches(sequences, config.row, config.rows))

@@ -47,13 +47,15 @@ def logprobs(model: ModelConfig, params: PyTree, router_bias: PyTree, batch: Bat
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def gradient(
-    model: ModelConfig, c: ObjectiveConfig, distill: float, params: PyTree, router_bias: PyTree, batch: Batch
+    model: ModelConfig, c: ObjectiveConfig, distill: float, params: PyTree, router_bias: PyTree, batch: Batch,
+    imitate: bool | Array = False,
 ) -> tuple[PyTree, tuple[dict, dict]]:
     """Gradients of the loss of a micro-batch, sums for the metrics, and aux.
 
     Args:
       distill: with batch["teacher"]: advantages are clip(teacher - policy, -distill, distill), log-probabilities of
         the sampled token (K3, Eq. 15). 0: batch["advantage"].
+      imitate: supervised training; not static, so that SFT and RL are one program.
     """
     graphdef = model_def(model)[0]
 
@@ -68,7 +70,7 @@ def gradient(
             advantage = jnp.clip(batch["teacher"] - own, -distill, distill)
         old = sampler if c.old == "sampler" else own
         parts = map(flat, (logp, old, sampler, advantage, mask, batch["weight"], rows + batch["segment_ids"]))
-        total, stats = loss(Tokens(*parts, n=logp.shape[0] * (PER_ROW + 1)), c)
+        total, stats = loss(Tokens(*parts, n=logp.shape[0] * (PER_ROW + 1)), c, imitate)
         stats["entropy"] = jnp.sum(entropy * mask)
         if distill:
             stats["teacher_gap"] = jnp.sum((batch["teacher"] - own) * mask)
@@ -110,12 +112,12 @@ def make_update(config: Config) -> Callable:
 
 def policy_step(
     config: Config, c: ObjectiveConfig, update: Callable, state: TrainState, batches: Iterable[Batch],
-    distill: float = 0.0,
+    distill: float = 0.0, imitate: bool = False,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update from all micro-batches, and its metrics."""
     total, n_tokens, n_batches = None, 0, 0
     for batch in batches:
-        new = gradient(config.model, c, distill, state.params, state.router_bias, batch)
+        new = gradient(config.model, c, distill, state.params, state.router_bias, batch, imitate)
         total = new if total is None else _add(total, new)
         n_tokens += int((batch["segment_ids"] > 0).sum())
         n_batches += 1

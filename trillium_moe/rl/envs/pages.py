@@ -16,22 +16,22 @@ VALUES = tuple(str(i) for i in range(N_NUMBERS))
 
 
 class _Pages(Episode):
-    answers = VALUES
-
     def __init__(self, env: ReadPage, rng: np.random.Generator):
-        P = env.pages
+        P, self.answers, self.only = env.pages, VALUES[: env.values], env.entries == 0
         topics = [TOPICS[i] for i in rng.permutation(len(TOPICS))]
         self.listed, others = topics[:P], topics[P:]
         self.page_of = dict(zip(self.listed, (int(i) for i in rng.permutation(P) + 1)))
         self.text: dict[int, list[tuple[str, str]]] = {}
         for topic, page in self.page_of.items():
-            names = [topic, *(str(t) for t in rng.choice(others, env.entries - 1, replace=False))]
-            values = rng.choice(N_NUMBERS, env.entries, replace=False)
+            entries = max(1, env.entries)
+            names = [topic, *(str(t) for t in rng.choice(others, entries - 1, replace=False))]
+            values = rng.choice(env.values, entries, replace=False)
             pairs = [(name, str(v)) for name, v in zip(names, values)]
-            self.text[page] = [pairs[i] for i in rng.permutation(env.entries)]
+            self.text[page] = [pairs[i] for i in rng.permutation(entries)]
         self.filler = [str(i) for i in rng.integers(0, N_NUMBERS, env.filler)]
         self.asked = self.listed[0]
-        self.order = [str(t) for t in rng.permutation(self.listed)]
+        lines = [self.asked, *self.listed[1:][: (env.lines or P) - 1]]
+        self.order = [lines[i] for i in rng.permutation(len(lines))]
         self.tools = (Tool("index"), Tool("read_page", (Param("page", 1, P),)))
         self.question = f"find {self.asked}"
         self.budget = env.budget
@@ -47,7 +47,10 @@ class _Pages(Episode):
             self.seen_index = True
             return " ".join(f"{topic} {self.page_of[topic]}" for topic in self.order)
         page = int(call.args[0])
-        self.seen_page |= page == self.page_of[self.asked]
+        right = page == self.page_of[self.asked]
+        self.seen_page |= right
+        if self.only and not right:
+            return " ".join([*self.filler, "none"])
         pairs = " ".join(f"{topic} {value}" for topic, value in self.text[page])
         return " ".join([*self.filler, pairs])
 
@@ -74,19 +77,24 @@ class _Pages(Episode):
 @register("read_page")
 @dataclass(frozen=True)
 class ReadPage(Environment):
-    """Find the value of a topic on one of several hidden pages; `index` lists the page of every topic.
+    """Find the value of a topic on one of several hidden pages; `index` lists the pages of topics.
 
     The oracle needs two calls. Reading pages at random finds the right one at 1 in `pages`.
     """
 
     pages: int = 8
-    entries: int = 2  # pairs on a page; one of them is about the page's topic
+    entries: int = 2  # pairs on a page; one is about the page's topic. 0: a page says what it has about the topic
+    # asked for, or "none"
+    lines: int = 0  # topics that the index lists, the one asked for among them; 0: all
+    values: int = 100  # different answers
     budget: int = 6
     filler: int = 0  # numbers before the pairs of a page, for long trajectories
 
     def __post_init__(self):
         check(2 <= self.pages <= 12, "env read_page pages", self.pages, "must lie in [2, 12]")
-        check(1 <= self.entries <= 6, "env read_page entries", self.entries, "must lie in [1, 6]")
+        check(0 <= self.entries <= 6, "env read_page entries", self.entries, "must lie in [0, 6]")
+        check(0 <= self.lines <= self.pages, "env read_page lines", self.lines, f"must lie in [0, pages={self.pages}]")
+        check(64 <= self.values <= N_NUMBERS, "env read_page values", self.values, f"must lie in [64, {N_NUMBERS}]")
         check(self.budget >= 2, "env read_page budget", self.budget, "must be at least 2, which the oracle needs")
 
     def draw(self, rng: np.random.Generator) -> Episode:
