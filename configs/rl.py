@@ -37,7 +37,7 @@ def model(scale: str) -> ModelConfig:
     kernel = {"cpu": "reference", "gpu": "xla"}[scale]
     return ModelConfig(
         vocab_size=480, d_model=width, n_layers=layers, kda_per_mla=1, n_dense_layers=dense, ffn_dim=2 * width,
-        block_size=2,
+        block_size=2, scan_layers=scale == "gpu", remat="layer" if scale == "gpu" else "none",
         kda=KDAConfig(n_heads=2, head_dim=16, implementation=kernel),
         mla=MLAConfig(n_heads=2, q_lora_rank=0, kv_lora_rank=32, nope_dim=16, rope_dim=16, v_dim=16,
                       implementation="xla"),

@@ -21,8 +21,10 @@ pytestmark = pytest.mark.slow  # some thirty seconds of compilation
 
 CONFIG = RLConfig(
     name="test", updates=4, rows=4, log_every=1, eval_every=2, eval_tasks=8, checkpoint_every=2, sft_only=False,
-    model=model(n_layers=2, vocab_size=480, kda=KDAConfig(n_heads=2, head_dim=8, implementation="reference")),
-    sft=SFTConfig(steps=30, optim=OptimConfig(lr=1e-2, warmup=0.05)),
+    model=model(n_layers=2, n_dense_layers=2, scan_layers=False, remat="none", residual="none", vocab_size=480,
+                kda=KDAConfig(n_heads=2, head_dim=8, implementation="reference")),
+    sft=SFTConfig(steps=30, optim=OptimConfig(name="adamw", lr=1e-2, warmup=0.05)),
+    optim=OptimConfig(name="adamw", lr=1e-3, schedule="wsd", decay=0.0),
     task=TaskConfig(envs=("read_page:entries=0:lines=1",), noise=0.5),
     rollout=RolloutConfig(groups=3, samples=4, pause=0.5, lag=1, refill=0, chunks=(24,)),
 )  # fmt: skip
