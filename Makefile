@@ -51,6 +51,7 @@ ablation: setup ## compare four ways of balancing experts on the tiny model: mak
 notebooks: ## execute the notebooks and write their .ipynb, in .venv with the extra notebooks
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup_env.sh notebooks $(EXTRAS)
 	$(VENV)/bin/python tools/notebooks.py
+
 rl: setup ## reinforcement learning on this machine: format SFT, RL, report, 3 seeds: make rl [RL_WORKDIR=runs/rl] [ARGS=...]
 	JAX_COMPILATION_CACHE_DIR=.cache/jax $(run) experiments.rl --workdir=$(RL_WORKDIR) $(ARGS)
 

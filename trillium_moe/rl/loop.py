@@ -14,7 +14,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 
 from trillium_moe.config import ConfigError, check, load_config, save_config
@@ -63,8 +62,10 @@ def train(config: RLConfig, workdir: epath.PathLike, run: Run | None = None, *, 
 
 
 def _start(run: Run, workdir: epath.Path, show) -> TrainState:
-    """The policy that RL begins with: from its checkpoint, or by SFT."""
+    """The policy that RL begins with: another run's, or from the checkpoint of SFT, or by SFT."""
     config, folder = run.config, workdir / "sft"
+    if config.start:
+        return run.fresh(*_policy(config.start, config))
     if checkpoint.steps(folder):
         return checkpoint.restore(folder, jax.eval_shape(lambda: init_state(run.sft_config))).state
     state = run.supervise(run.init(), config.sft.steps, show=show)
@@ -77,7 +78,7 @@ def _learn(run: Run, workdir: epath.Path, start: TrainState, stop: list[str], sh
     """RL from `start`, or from the newest checkpoint."""
     config = run.config
     reference = (start.params, start.router_bias)
-    teachers = load_teachers(config) if config.teachers else None
+    teachers, clip = (load_teachers(config), config.teacher_clip) if config.teachers else (None, 0.0)
     state, work = run.fresh(*reference), Work()
     if checkpoint.steps(workdir):
         restored = checkpoint.restore(workdir, jax.eval_shape(lambda: state))
@@ -96,7 +97,7 @@ def _learn(run: Run, workdir: epath.Path, start: TrainState, stop: list[str], sh
             sampled = time.perf_counter()
             groups = work.queue.pop(0)
             if groups:
-                state, learned = run.learn(state, groups, work, u, reference, teachers, config.teacher_clip)
+                state, learned = run.learn(state, groups, work, u, reference, teachers, clip)
             else:
                 state, learned = dataclasses.replace(state, step=state.step + 1), {}  # nothing to learn from
             u += 1
@@ -129,13 +130,13 @@ def _learn(run: Run, workdir: epath.Path, start: TrainState, stop: list[str], sh
 
 
 def _sft_only(run: Run, workdir: epath.Path, start: TrainState, forward: int, show) -> None:
-    """The other arm: SFT goes on from the same start for as much computation, with fresh traces."""
+    """The other arm: SFT goes on from the same start for as much computation, with fresh traces and RL's optimizer."""
     config = run.config
     steps = max(1, forward // (3 * config.rows * config.row))
-    state = jax.tree.map(jnp.copy, start)
+    state = run.fresh(start.params, start.router_bias)
     lines, every = [], -(-steps // 4)
     for at in range(0, steps, every):
-        state = run.supervise(state, min(every, steps - at), config.sft.steps + at)
+        state = run.supervise(state, min(every, steps - at), config.sft.steps + at, update=run.update)
         lines.append({"step": at + every, "share": min(1.0, (at + every) / steps), **run.measure(state)})
         show(f"sft only {min(steps, at + every)}/{steps}  {_success(lines[-1])}")
     (workdir / "sft_only.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -149,18 +150,24 @@ def load_teachers(config: RLConfig) -> dict[tuple[int, str], tuple[PyTree, PyTre
     """
     out = {}
     for folder in config.teachers:
-        own = load_config(folder, RLConfig)
-        check(own.model == config.model, "teachers", folder, "was trained with another model; give both the same")
-        _, params, bias = model_def(own.model)
-        state = checkpoint.restore(folder, {"params": params, "router_bias": bias}, partial=True).state
+        own, policy = load_config(folder, RLConfig), _policy(folder, config)
         for spec in own.task.envs:
             for effort in own.task.efforts or ("",):
                 if spec in config.task.envs:
-                    out[config.task.envs.index(spec), effort] = (state["params"], state["router_bias"])
+                    out[config.task.envs.index(spec), effort] = policy
     for e, spec in enumerate(config.task.envs):
         for effort in config.task.efforts or ("",):
             check((e, effort) in out, "teachers", config.teachers, f"none has learned {spec} with effort {effort!r}")
     return out
+
+
+def _policy(folder: str, config: RLConfig) -> tuple[PyTree, PyTree]:
+    """(params, router bias) of a run of the same model. Raises ConfigError, CheckpointError."""
+    own = load_config(folder, RLConfig)
+    check(own.model == config.model, "model", folder, "this run was trained with another model; give both the same")
+    _, params, bias = model_def(own.model)
+    state = checkpoint.restore(folder, {"params": params, "router_bias": bias}, partial=True).state
+    return state["params"], state["router_bias"]
 
 
 def _same_run(config: RLConfig, workdir: epath.Path) -> None:

@@ -100,12 +100,17 @@ class Run:
         params = own(params)
         return TrainState(jnp.zeros((), jnp.int32), params, own(router_bias), optimizer(self.rl_config).init(params))
 
-    def supervise(self, state: TrainState, steps: int, first: int = 0, show=None) -> TrainState:
-        """SFT on traces."""
+    def supervise(self, state: TrainState, steps: int, first: int = 0, show=None, update=None) -> TrainState:
+        """SFT on traces.
+
+        Args:
+          first: number of the first step, which decides what traces it has.
+          update: optimizer program; by default that of config.sft.optim.
+        """
+        update = update or self.sft_update
         rollout = self.engine(state.params, state.router_bias)
         for i, rows in enumerate(sft.batches(self.config, rollout, steps, first)):
-            state, metrics = policy_step(self.sft_config, self.config.objective, self.sft_update, state, [rows],
-                                         imitate=True)
+            state, metrics = policy_step(self.sft_config, self.config.objective, update, state, [rows], imitate=True)
             if show and ((i + 1) % 50 == 0 or i + 1 == steps):
                 show(f"sft {i + 1}/{steps}  loss {metrics['rl/loss']:.3f}")
         return state
@@ -123,8 +128,7 @@ class Run:
             rollout.run(work.open, version, pause=c.pause)
             whole = [g for g in work.open if all(t.done for t in g)]
             work.open = [g for g in work.open if not all(t.done for t in g)]
-            if not work.b0:
-                self._first_lengths(whole, work)
+            self._first_lengths(whole, work)
             differ = lambda g: self.config.teachers or np.ptp(self.advantages(g, work, version)[1]) > 1e-9
             useful = [g for g in whole if differ(g)]
             work.uniform += len(whole) - len(useful)
@@ -159,9 +163,11 @@ class Run:
                 **describe(self.evaluate(*weights, greedy=True), "greedy", self.config.task)}
 
     def _first_lengths(self, groups: list[Group], work: Work) -> None:
+        """Sets b0 of the environments that have none yet."""
         for e, spec in enumerate(self.config.task.envs):
             lengths = [t.sampled for g in groups for t in g if t.env == e]
-            work.b0[spec] = self.config.effort.b0 or float(np.mean(lengths or [0.0]))
+            if lengths and spec not in work.b0:
+                work.b0[spec] = self.config.effort.b0 or float(np.mean(lengths))
 
     def budget(self, t: Trajectory, work: Work, update: int) -> float:
         """Sampled tokens that a trajectory may have; 0: no budget."""

@@ -26,12 +26,13 @@ class _Lookup(Episode):
         self.budget = env.budget
         self.parameters = (self.path[0], self.path[1] % 10)
         self.at, self.results = 0, []
+        self.filler = [str(i) for i in rng.integers(0, N_NUMBERS, env.filler)]
 
     def call(self, call: Call) -> str:
         key = int(call.args[0])
         self.at += self.at < len(self.path) - 1 and key == self.path[self.at]
         self.results.append(self.next_of[key])
-        return f"key {key} value {self.next_of[key]}"
+        return " ".join([*self.filler, f"key {key} value {self.next_of[key]}"])
 
     def verify(self, answer: str) -> float:
         return float(answer == str(self.path[-1]))
@@ -56,6 +57,7 @@ class Lookup(Environment):
 
     hops: int = 3
     budget: int = 5
+    filler: int = 0  # numbers before every value, for long trajectories
 
     def __post_init__(self):
         check(1 <= self.hops <= 16, "env lookup hops", self.hops, "must lie in [1, 16]")

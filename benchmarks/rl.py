@@ -1,0 +1,100 @@
+"""Reinforcement learning on one GPU: python -m benchmarks.rl --workdir=runs/rl_bench [--arms=envs,objectives,noise]
+
+    envs        four environments, each RL from its format SFT, and SFT that went on for as long
+    objectives  k25 and grpo with rollouts that serve one update, and five (read_page)
+    noise       verdicts turned around with probability 0, 0.1 and 0.2 (read_page)
+    long        trajectories beyond 64K tokens: a policy of short ones goes on where 11,000 numbers precede a value
+    effort      one expert for each of low, high, max (flaky), then one model distilled from them
+
+Every arm is a run of experiments.rl, resumed where it was stopped; `--seeds` of each. One line a run.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from configs.rl import get_config
+from trillium_moe.config import from_config_dict
+from trillium_moe.rl.config import EffortConfig, RLConfig
+from trillium_moe.rl.loop import train
+from trillium_moe.rl.report import bounds, sft_only
+from trillium_moe.rl.run import Run
+from trillium_moe.train.metrics import read_metrics
+
+ENVS = ("read_page", "lookup", "flaky", "drift")
+EFFORTS = {"low": 0.6, "high": 1.0, "max": 2.0}  # tau of each
+LONG = "lookup:hops=6:budget=8"
+
+
+def config_of(options: str, **changes) -> RLConfig:
+    """A config of configs/rl.py at GPU scale; changes of nested groups are dicts of their fields."""
+    config = from_config_dict(get_config(f"scale=gpu,{options}"), RLConfig)
+    nested = {name: dataclasses.replace(getattr(config, name), **value) if isinstance(value, dict) else value
+              for name, value in changes.items()}
+    return dataclasses.replace(config, **nested)
+
+
+def run(name: str, config: RLConfig, seeds: list[int], workdir: Path) -> None:
+    """Trains all seeds of one arm and prints them."""
+    programs, marks, ends = Run(config), bounds(config), []
+    for seed in seeds:
+        folder = workdir / name / f"seed{seed}"
+        start = config.start.format(seed=seed)
+        teachers = tuple(t.format(seed=seed) for t in config.teachers)
+        own = dataclasses.replace(config, seed=seed, start=start, teachers=teachers)
+        same = (start, teachers) == (config.start, config.teachers)
+        train(own, folder, programs if same else None, progress=False)
+        lines = [m for m in read_metrics(folder) if "heldout/success" in m]
+        first, last, other = lines[0], lines[-1], sft_only(folder)
+        ends.append(last["heldout/success"])
+        efforts = "".join(f"; {e} {last[f'heldout_{e}/success']:.3f} at {last[f'heldout_{e}/tokens']:.1f} tokens"
+                          for e in config.task.efforts if f"heldout_{e}/success" in last)
+        print(f"{name:24s} seed {seed}  success {first['heldout/success']:.3f} -> {last['heldout/success']:.3f}"
+              + (f" (SFT only {other[-1]['heldout/success']:.3f})" if other else "")
+              + f"  calls {first['heldout/calls']:.2f} -> {last['heldout/calls']:.2f}"
+              f"  length {last['heldout/length']:.0f}{efforts}", flush=True)
+    print(f"{name:24s} mean {np.mean(ends):.3f} sd {np.std(ends):.3f}  oracle {marks['oracle_success']:.2f} with "
+          f"{marks['oracle_calls']:.2f} calls, chance {marks['chance']:.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--arms", default="envs,objectives,noise,long,effort")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--updates", type=int, default=300)
+    args = parser.parse_args()
+    seeds = [int(s) for s in args.seeds.split(",")]
+    arms = args.arms.split(",")
+    go = lambda name, config: run(name, dataclasses.replace(config, updates=args.updates), seeds, args.workdir)
+    start = lambda name: str(args.workdir / name / "seed{seed}")
+    if "envs" in arms:
+        for env in ENVS:
+            go(env, config_of(f"env={env}"))
+    if "objectives" in arms:
+        for objective in ("k25", "grpo"):
+            for lag in (0, 4):
+                std = {"std": objective == "grpo"}
+                go(f"{objective}-lag{lag}", config_of(f"objective={objective}", rollout={"lag": lag}, objective=std,
+                                                      sft_only=False))
+    if "noise" in arms:
+        for noise in (0.0, 0.1, 0.2):
+            go(f"noise{noise}", config_of("", task={"noise": noise}, sft_only=False))
+    if "long" in arms:
+        go("short", config_of("", task={"envs": (LONG,)}, sft_only=False))
+        sizes = {"groups": 1, "samples": 8, "max_tokens": 90_112, "chunks": (24, 2048)}
+        long = config_of("", task={"envs": (f"{LONG}:filler=11000",)}, rollout=sizes, row=90_112, rows=1, eval_tasks=8,
+                         start=start("short"), sft_only=False)
+        run("long", dataclasses.replace(long, updates=5), seeds[:1], args.workdir)
+    if "effort" in arms:
+        for effort, tau in EFFORTS.items():
+            go(f"effort-{effort}", config_of("env=flaky", task={"efforts": (effort,)}, sft_only=False,
+                                             effort=dataclasses.asdict(EffortConfig(tau=(tau,)))))
+        go("distilled", config_of("env=flaky", task={"efforts": tuple(EFFORTS)}, sft_only=False,
+                                  teachers=tuple(start(f"effort-{e}") for e in EFFORTS)))
+
+
+if __name__ == "__main__":
+    main()
