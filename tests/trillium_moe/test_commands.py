@@ -33,7 +33,7 @@ def call(module, *argv):
     (train, (PRETRAIN, "--workdir=x", "--config.train.steps", "3.5"), "config train.steps='3.5': must be a whole"),
     (train, (PRETRAIN, "--workdir=x", "--config.optim.lr=fast"), "config optim.lr='fast': must be a number"),
     (train, (PRETRAIN, "--workdir=x", "--config.model.scan_layers=maybe"), "must be true or false"),
-    (train, (PRETRAIN, "--workdir=x", "--config.train.keep=0"), "config train.keep=0: must be greater than 0"),
+    (train, (PRETRAIN, "--workdir=x", "--config.train.keep=-1"), "config train.keep=-1: must be 0 or more"),
     (train, (PRETRAIN, "--workdir=x", "--wrokdir=y"), "wrokdir"),
     (train, (PRETRAIN, "--workdir=x", "extra"), "argument 'extra' is not a flag; flags are written --name=value"),
     (train, (PRETRAIN + ":scale=tinny", "--workdir=x"), "did you mean 'tiny'?"),

@@ -5,7 +5,7 @@ decoding there are better orders of the same sums, none of which drops a token o
 
     gathered   every (token, choice) pair brings its own expert's weights: k M experts are read
     dense      every expert multiplies every token, and the weights of the choices not taken are zero: E experts are
-               read, once each, by one batched product
+               read, once each, by batched products
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def dense(
     inputs = mxfp8 if config.moe.quantise else lambda x: x
     z_ML = inputs(z_ML)
     hidden = inputs(activate(config, *(jnp.einsum("ml,elf->emf", z_ML, x) for x in (w_gate, w_up))))
-    y_EML = jnp.einsum("emf,efl->eml", hidden, w_down)
-    p_ME = jnp.einsum("mk,mke->me", wide(p_MK), jax.nn.one_hot(experts_MK, E, dtype=wide(p_MK).dtype),
-                      precision=jax.lax.Precision.HIGHEST)
-    return jnp.einsum("eml,me->ml", wide(y_EML), p_ME, precision=jax.lax.Precision.HIGHEST)
+    p_EM = (wide(p_MK).T[:, None] * (experts_MK.T[:, None] == jnp.arange(E)[:, None])).sum(0)
+    # weighed before the last product, as in `expert_ffn`, which then sums over experts, too
+    weighed = (p_EM[:, :, None] * wide(hidden)).astype(z_ML.dtype)
+    return jnp.einsum("emf,efl->ml", weighed, w_down, preferred_element_type=wide(z_ML).dtype)
 
 
 def _unpacked(w, x):
