@@ -3,7 +3,8 @@
   python -m experiments.compile --config=configs/pretrain.py:scale=small,shrink=1 --topology=v5p:2x2x2
   python -m experiments.compile --config=configs/pretrain.py:scale=medium,shrink=1 --topology=h200:8
   python -m experiments.compile --config=configs/pretrain.py:scale=trillium_2t8,shrink=1 --topology=v5p:8x16x16 \\
-      --config.data.batch_size=2048 --config.mesh.expert=128 --config.model.moe.capacity=1.25
+      --config.data.batch_size=2048 --config.mesh.expert=128 --config.mesh.replica=2 \\
+      --config.model.moe.capacity=1.25
 
 It needs the compilers of the extra `aot` (make setup EXTRAS=aot) and no accelerator. Times are a roofline at the chip's
 peak rates: the step takes at least the longest of compute, memory and network, and at most their sum if nothing
