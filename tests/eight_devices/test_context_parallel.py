@@ -101,7 +101,9 @@ def test_affine_map_is_the_token_product():
     with jax.enable_x64(True):
         (_, k, v, z, b, a_log, bias), state = kda_inputs("float64")
         k, g, beta = unit(k), log_decay(z, a_log, bias, -5.0), jax.nn.sigmoid(b)
-        maps = jax.jit(lambda ids: affine_map(k, v, g, beta, segment_ids=ids, g_min=-5.0))
+        maps = jax.jit(lambda ids: affine_map(
+            lambda v, entry: kda_op(k, k, v, g, beta, initial_state=entry, segment_ids=ids), k, v
+        ))  # fmt: skip
         M, N = maps(jnp.ones((B, T), jnp.int32))
         product = np.broadcast_to(np.eye(K), M.shape)
         for t in range(T):

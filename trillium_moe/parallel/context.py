@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import attention, attention_runs
-from pallas_kernels.kda import affine, log_decay, unit
+from pallas_kernels.kda import affine
 from pallas_kernels.kda import kda_gated as kda_op
 from pallas_kernels.kda_decode import kda_decode as kda_decode_op
 from trillium_moe.parallel.manual import layout
@@ -75,13 +75,6 @@ def _kda(settings, inputs, entry, ids):
     return kda_op(*inputs, initial_state=entry, segment_ids=ids, g_min=g_min, implementation=implementation)
 
 
-def _ready(settings, inputs):
-    """q, k, v, g and beta: what the maps of the state are made from."""
-    q, k, v, decay_logits, beta_logits, a_log, dt_bias = inputs
-    g = log_decay(decay_logits, a_log, dt_bias, settings[0])
-    return unit(q), unit(k), v, g, jax.nn.sigmoid(beta_logits.astype(g.dtype))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chained_kda(axis, settings, inputs, initial, ids):
     """One shard's outputs, and the state after the last token of the whole row."""
@@ -91,8 +84,10 @@ def _chained_kda(axis, settings, inputs, initial, ids):
 
 def _entry_state(axis, settings, inputs, initial, ids):
     """The state before this shard's first token, the one after the row's last, and what the backward folds with."""
-    _, k, v, g, beta = _ready(settings, inputs)
-    maps = jnp.concatenate(affine.affine_map(k, v, g, beta, segment_ids=ids, g_min=settings[0]), axis=-1)
+    q, k, v, *rest = inputs
+    # queries are not asked for: the keys are at hand
+    maps = affine.affine_map(lambda v, entry: _kda(settings, (k, k, v, *rest), entry, ids), k, v)
+    maps = jnp.concatenate(maps, axis=-1)
     M, N = jnp.split(jax.lax.all_gather(maps, axis), [k.shape[-1]], axis=-1)
     index, links = jax.lax.axis_index(axis), _links(axis, ids, M.shape[:2])
 
@@ -115,8 +110,8 @@ def _chained_fwd(axis, settings, inputs, initial, ids):
 def _chained_bwd(axis, settings, saved, cotangents):
     inputs, M, links, vjp, ids = saved
     d_o, d_final = cotangents
-    scale, index = inputs[0].shape[-1] ** -0.5, jax.lax.axis_index(axis)
-    E = affine.entry_adjoint(*_ready(settings, inputs), d_o, scale=scale, segment_ids=ids, g_min=settings[0])
+    (q, k, v, *rest), index = inputs, jax.lax.axis_index(axis)
+    E = affine.entry_adjoint(lambda v, entry: _kda(settings, (q, k, v, *rest), entry, ids), k, v, d_o)
 
     def step(carry, xs):
         (d_exit, own), (i, M, E, link) = carry, xs
