@@ -28,9 +28,9 @@ from trillium_moe.config import (
 
 
 def tiny() -> Config:
-    """1.5M parameters: the tiny language model with 5 layers, bytes, rows of 256 tokens."""
+    """1.5M parameters: the tiny language model with 4 layers, bytes, rows of 256 tokens."""
     vision = VisionConfig(n_layers=3, d_model=64, n_heads=2, head_dim=32, ffn_dim=256, grid=8, pos_std=0.2)
-    model = replace(scales.tiny(), n_layers=5, vision=vision)
+    model = replace(scales.tiny(), n_layers=4, vision=vision)
     return Config(
         name="tiny-vision",
         model=model,

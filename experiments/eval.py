@@ -1,5 +1,7 @@
 """Measures a run: held-out loss, or with --suite=long whether the model uses its window.
 
+A run with pictures is also asked about held-out ones: exact answers by kind of question, beside chance.
+
   python -m experiments.eval --workdir=/tmp/run --batches=32
   python -m experiments.eval --workdir=/tmp/run --suite=long --lengths=512,1024 --tasks=needle,multi_query,variable
 
@@ -40,6 +42,7 @@ def run(flags):
 
 def run_heldout(flags, workdir):
     from trillium_moe.data.pipeline import make_pipeline
+    from trillium_moe.evals import vision
     from trillium_moe.evals.heldout import heldout
     from trillium_moe.infer.generate import load_model
     from trillium_moe.train.step import make_eval_step
@@ -52,6 +55,11 @@ def run_heldout(flags, workdir):
     if not flags.json:
         print(f"step {model.step}, {n} held-out batches: {out['heldout/bits_per_byte']:.4f} bits per byte, "
               f"{out['heldout/loss']:.4f} nats per token")
+    if model.config.images.share:
+        scores = vision.Suite(model.config, model.tokenizer)(model.params, model.router_bias)
+        if not flags.json:
+            print("\n".join(vision.table(scores)))
+        out |= vision.as_metrics(scores)
     return {"workdir": workdir, "step": model.step, "batches": n, **out}
 
 
