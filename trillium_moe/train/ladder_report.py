@@ -51,10 +51,10 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 def write_ladder(workdir: epath.PathLike, results: Mapping[str, Mapping[str, Any]]) -> epath.Path:
     """Writes `table.md`, `ladder.html` and the pictures in `figures/`. Returns the page's path."""
     workdir = epath.Path(workdir)
+    (workdir / "figures").mkdir(parents=True, exist_ok=True)
     (workdir / "table.md").write_text(table(results))
     pictures = {"heat": long_figures.needle_maps(results), "lift": long_figures.lifts(results),
                 "text": long_figures.text_losses(results)}
-    (workdir / "figures").mkdir(parents=True, exist_ok=True)
     plates = []
     for name, figure in pictures.items():
         if figure is None:
