@@ -105,8 +105,9 @@ assert (curve.rank_LHN <= 32).all() and (curve.norm_LHN > 0).all()
 memory.plot_states(curve)
 
 # %% [markdown]
-# Half of the channels of this untrained model forget within the first tokens; the slowest keep hundreds. Longer
-# training stages move them (`docs/architecture.md`); see the half-lives in any run's report.
+# Half of the channels of this untrained model have forgotten half after 10 to 20 tokens, the slowest keep it for a
+# hundred: `dt_bias` starts them spread over two orders of magnitude. What training makes of them is in any run's
+# report.
 
 # %%
 memory.plot_memory(model, memory.memory(model, text))
