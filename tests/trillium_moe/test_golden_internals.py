@@ -39,7 +39,8 @@ def layer_by_layer(name, monkeypatch):
         seen.clear()
         model = nnx.merge(graphdef, params, bias)
         _, aux = model(tokens)
-        return seen[-2 * config.n_layers :], model.embedding(tokens), aux  # before them, one of each kind for its shapes
+        # before them, one of each kind was traced for its shapes
+        return seen[-2 * config.n_layers :], model.embedding(tokens), aux
 
     seen, x, aux = jax.device_get(run(params, bias, tokens))
     assert len(seen) == 2 * config.n_layers
