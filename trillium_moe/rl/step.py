@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,10 +112,10 @@ def make_update(config: Config) -> Callable:
 
 
 def policy_step(
-    config: Config, c: ObjectiveConfig, update: Callable, state: TrainState, batches: Iterable[Batch],
+    config: Config, c: ObjectiveConfig, update: Callable, state: TrainState, batches: Iterable[dict],
     distill: float = 0.0, imitate: bool = False,
-) -> tuple[TrainState, dict[str, Array]]:
-    """One update from all micro-batches, and its metrics."""
+) -> tuple[TrainState, dict[str, Any]]:
+    """One update from all micro-batches (numpy or JAX arrays), and its metrics."""
     total, n_tokens, n_batches = None, 0, 0
     for batch in batches:
         new = gradient(config.model, c, distill, state.params, state.router_bias, batch, imitate)
