@@ -43,9 +43,9 @@ data: setup ## fetch the captioned pictures of a Debian package with apt-get int
 curriculum: setup ## four growing windows in a quarter of an hour: make curriculum [LADDER=runs/ladder] [ARGS=...]
 	$(run) experiments.curriculum --config=configs/pretrain.py:scale=tiny,shrink=64 --workdir=$(LADDER) $(CURRICULUM) $(ARGS)
 
-# 8 runs of 100 steps; about ten minutes on two cores that have nothing else to do.
+# 8 runs of 100 steps, two at a time.
 ablation: setup ## compare four ways of balancing experts on the tiny model: make ablation [ABLATION=runs/ablation]
-	$(run) experiments.sweep --sweep=configs/ablations/balancing.py:seeds=2,steps=100,shrink=32 --workdir=$(ABLATION) \
+	$(run) experiments.sweep --sweep=configs/ablations/balancing.py:seeds=2,steps=100,shrink=64 --workdir=$(ABLATION) \
 	  --parallel=2 $(ARGS)
 
 notebooks: ## execute the notebooks and write their .ipynb, in .venv with the extra notebooks

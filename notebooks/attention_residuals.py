@@ -61,7 +61,7 @@ _ = axes.legend()
 # depth, so each new layer counts for less. With attention residuals the sums start anew in every block.
 
 # %%
-from trillium_moe.config import Config, DtypeConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from trillium_moe.config import Config, DtypeConfig, MLAConfig, ModelConfig
 from trillium_moe.data.tokenizer import ByteTokenizer
 from trillium_moe.infer.generate import LoadedModel
 from trillium_moe.inspect import depth
@@ -69,8 +69,8 @@ from trillium_moe.inspect.walk import sublayers
 from trillium_moe.train.state import new_model
 
 thin = ModelConfig(
-    d_model=64, n_layers=24, ffn_dim=128, block_size=4, init_std=0.1, dtypes=DtypeConfig(compute="float32"),
-    kda=KDAConfig(n_heads=2, head_dim=16), moe=MoEConfig(n_experts=8, k=2, expert_dim=16, latent_dim=32, n_shared=1),
+    d_model=64, n_layers=24, n_dense_layers=24, kda_per_mla=0, ffn_dim=128, block_size=4, init_std=0.1,
+    dtypes=DtypeConfig(compute="float32"),
     mla=MLAConfig(n_heads=2, q_lora_rank=0, kv_lora_rank=16, nope_dim=16, rope_dim=8, v_dim=16),
 )
 models = {}
@@ -104,10 +104,10 @@ batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones
 figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
 for (residual, model), colour in zip(models.items(), ("#d9822b", "#2f6fde")):
     kinds, norms = depth.gradient_norms(model, batch)
-    ffn = [s for s, kind in enumerate(kinds) if kind == "moe"]
+    ffn = [s for s, kind in enumerate(kinds) if kind == "dense"]
     axes.plot(ffn, norms[ffn], "o-", ms=3, color=colour,
               label={"none": "plain residual stream", "block": "blocks of 4 layers"}[residual])
-axes.set(xlabel="sublayer", ylabel="gradient norm", yscale="log", title="Gradients of the mixtures of experts")
+axes.set(xlabel="sublayer", ylabel="gradient norm", yscale="log", title="Gradients of the feed-forward layers")
 _ = axes.legend()
 
 # %% [markdown]
