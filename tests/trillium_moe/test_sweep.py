@@ -1,4 +1,4 @@
-"""Plans, runs that are killed, diverge or fail, statistics and jobs; `test_sweep_real.py` trains models."""
+"""Plans, runs that are killed, diverge or fail, statistics and jobs."""
 
 import csv
 import dataclasses
