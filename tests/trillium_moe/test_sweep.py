@@ -366,13 +366,13 @@ def test_one_seed_is_not_judged_and_a_tuned_choice_is_made():
 
 
 def test_measures_of_balance():
-    curve = [3.0, 1.0, 0.15, 0.5, 0.1, 0.1]
+    curve = [0.1, 3.0, 1.0, 0.15, 0.5, 0.1, 0.1]  # balanced before it has learnt anything
     lines = [{"step": s + 1, "router/max_violation": v, "router/floor": 0.1} for s, v in enumerate(curve)]
     read = lambda name, lines=lines: MEASURES[name].read(lines)
-    assert read("steps_to_balance") == 3
-    assert read("violation_area") == pytest.approx(sum((a + b) / 2 for a, b in zip(curve, curve[1:])) / 5)
+    assert read("steps_to_balance") == 4
+    assert read("violation_area") == pytest.approx(sum((a + b) / 2 for a, b in zip(curve, curve[1:])) / 6)
     assert read("violation_tail") == pytest.approx(0.1)
-    assert read("steps_to_balance", lines[:2]) is None and read("violation_area", []) is None
+    assert read("steps_to_balance", lines[:3]) is None and read("violation_area", []) is None
     assert read("dead_experts") is None
 
 
