@@ -146,7 +146,7 @@ def load(
 def fill(place: dict[tuple, Placed], source: Source) -> None:
     """Reads one tensor and puts its parts where they belong. What belongs to other processes alone is not read."""
     stored, entry = source
-    if not any(True for part in stored.parts for at in targets(place, part) for _ in place[at.path].pieces(at)):
+    if not any(any(place[to.path].pieces(to)) for part in stored.parts for to in targets(place, part)):
         return
     if isinstance(entry, Packed):
         codes, scales = entry.codes.read(), entry.scales.read()
