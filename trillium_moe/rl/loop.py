@@ -22,7 +22,7 @@ from trillium_moe.rl.run import Run, Work
 from trillium_moe.shapes import PyTree
 from trillium_moe.train import checkpoint
 from trillium_moe.train.metrics import MetricWriter
-from trillium_moe.train.state import TrainState, init_state, model_def
+from trillium_moe.train.state import TrainState, model_def
 
 
 def train(config: RLConfig, workdir: epath.PathLike, run: Run | None = None, *, progress: bool = True) -> bool:
@@ -67,7 +67,7 @@ def _start(run: Run, workdir: epath.Path, show) -> TrainState:
     if config.start:
         return run.fresh(*_policy(config.start, config))
     if checkpoint.steps(folder):
-        return checkpoint.restore(folder, jax.eval_shape(lambda: init_state(run.sft_config))).state
+        return checkpoint.restore(folder, jax.eval_shape(run.initial)).state
     state = run.supervise(run.init(), config.sft.steps, show=show)
     with checkpoint.open_checkpoints(folder, keep=1) as checkpoints:
         checkpoint.save(checkpoints, config.sft.steps, state, {})

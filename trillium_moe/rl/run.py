@@ -90,9 +90,13 @@ class Run:
 
     # --- phases
 
+    def initial(self) -> TrainState:
+        """The state before SFT; to be jitted, or to learn its shapes."""
+        return init_state(self.sft_config)
+
     def init(self) -> TrainState:
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(lambda: init_state(self.sft_config), compiler_options=options)()
+        return jax.jit(self.initial, compiler_options=options)()
 
     def fresh(self, params: PyTree, router_bias: PyTree) -> TrainState:
         """The state that RL begins with: copies of the weights, an empty optimizer."""
