@@ -64,7 +64,7 @@ def stream_text(
     model: LoadedModel, prompt: str, n_tokens: int, sampling: Sampling = Sampling(), images: Sequence[Any] = ()
 ) -> Iterator[str]:
     """`generate`, piece by piece as the text comes."""
-    parts = [*images, model.tokenizer.encode(prompt)]
+    parts = [*images, model.tokenizer.encode(prompt).tolist()]
     ids, pictures = show(model.config, model.tokenizer.specials["<|image|>"], parts)
     stops = (model.tokenizer.eos_id,)
     text = TextStream(model.tokenizer)
