@@ -219,6 +219,7 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True, rep
         model = LoadedModel(config, outcome.step, outcome.state.params, outcome.state.router_bias, tokenizer)
         (epath.Path(workdir) / "sample.txt").write_text(_sample(model))
     if suite is not None and suite.found:
+        # imported late: matplotlib, which a run itself does not need
         from trillium_moe.train.figures_vision import picture_plate
 
         (epath.Path(workdir) / "pictures.png").write_bytes(picture_plate(suite.said(4)))
