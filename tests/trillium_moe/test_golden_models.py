@@ -118,8 +118,8 @@ def test_configs_of_the_released_files_equal_the_scales():
 
     raw = goldens.meta("kimi_k3_tiny", "config.json")
     text = raw["text_config"]
-    text.update(hidden_size=7168, num_hidden_layers=93, num_attention_heads=96, vocab_size=163840,
-                intermediate_size=33792, moe_intermediate_size=3072,
+    text.update(hidden_size=7168, num_hidden_layers=93, num_attention_heads=96, num_key_value_heads=96,
+                vocab_size=163840, intermediate_size=33792, moe_intermediate_size=3072,
                 routed_expert_hidden_size=3584, num_experts=896, num_experts_per_token=16,
                 q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
                 attn_res_block_size=12)

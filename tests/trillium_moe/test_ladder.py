@@ -169,7 +169,8 @@ def test_recall_protocol():
 def test_one_decay_per_head_is_the_same_in_all_its_channels():
     c = ModelConfig(d_model=16, n_layers=1, mla_layers=(-1,), kda=KDAConfig(n_heads=2, head_dim=8, decay_per="head"))
     mixer = KDA(c, rngs=nnx.Rngs(0))
-    g = mixer.log_decay(jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 16)), jnp.float32))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 16)), jnp.float32)
+    g = mixer.log_decay(mixer.decay_logits(x))
     assert g.shape == (1, 5, 2, 8) and np.array_equal(g, np.broadcast_to(g[..., :1], g.shape))
     assert len(np.unique(g)) == 10  # tokens and heads differ
 

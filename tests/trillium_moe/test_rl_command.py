@@ -14,7 +14,7 @@ RL = f"--config={Path(__file__).parents[2]}/configs/rl.py"
 @pytest.mark.parametrize("argv, message", [
     ((RL,), "flag --workdir is missing"),
     ((RL + ":env=read_pages", "--workdir=x"), "did you mean 'read_page'?"),
-    ((RL + ":objective=gpro", "--workdir=x"), "did you mean 'grpo'?"),
+    ((RL + ":objective=grpoo", "--workdir=x"), "did you mean 'grpo'?"),
     ((RL + ":scale=tpu", "--workdir=x"), "config scale='tpu': must be one of cpu, gpu"),
     ((RL, "--workdir=x", "--config.objective.tua=1"), "unknown key; did you mean --config.objective.tau?"),
     ((RL, "--workdir=x", "--config.rollout.pause=0"), "config rollout.pause=0.0: must lie in (0, 1]"),

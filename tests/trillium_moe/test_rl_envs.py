@@ -121,13 +121,16 @@ def test_budget_errors_and_claims():
 
 
 def test_compaction_drops_the_context():
-    session = Session(make_env("memory:facts=4:every=2").episode(0))
-    prompts = []
-    while not session.done:
-        outcome = session.step(Turn(session.episode.oracle()))
-        prompts += [outcome.compacted] if outcome.compacted else []
-    assert session.success == 1 and prompts
-    assert any(f"note {session.episode.value}" in p for p in prompts)
+    noted = 0
+    for seed in range(8):
+        session = Session(make_env("memory:facts=4:every=2").episode(seed))
+        prompts = []
+        while not session.done:
+            outcome = session.step(Turn(session.episode.oracle()))
+            prompts += [outcome.compacted] if outcome.compacted else []
+        assert session.success == 1 and prompts
+        noted += any(f"note {session.episode.value}" in p for p in prompts)
+    assert noted  # the note outlives the context, unless it was taken after the last compaction
 
 
 @pytest.mark.parametrize("spec, message", [

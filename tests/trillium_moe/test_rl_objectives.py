@@ -150,8 +150,8 @@ def test_rewards_as_training_sees_them():
     assert rewards(t, TaskConfig()) == [-0.1, -0.1, 1.0]
     assert rewards(t, TaskConfig(sparse=True)) == [0, 0, 1.0]
     assert rewards(t, TaskConfig(delay=1)) == [0, -0.1, pytest.approx(0.9)]
-    assert rewards(t, TaskConfig(), budget=6) == [-0.1, -0.1, 1.0]  # not above: as it was
-    assert rewards(t, TaskConfig(), budget=5) == [0, 0, -1.0]
+    assert rewards(t, TaskConfig(), budget=6.0) == [-0.1, -0.1, 1.0]  # not above: as it was
+    assert rewards(t, TaskConfig(), budget=5.0) == [0, 0, -1.0]
     flips = []
     for group in range(400):
         got = rewards(dataclasses.replace(t, group=group), TaskConfig(noise=0.2))
@@ -168,7 +168,7 @@ def test_budgets_anneal():
 
 
 def test_wrong_objectives_are_named():
-    for kw, message in (({"name": "gpro"}, "did you mean 'grpo'"), ({"tis": 2.0}, "objective.old='trainer'"),
+    for kw, message in (({"name": "grpoo"}, "did you mean 'grpo'"), ({"tis": 2.0}, "objective.old='trainer'"),
                         ({"baseline": "turn"}, "objective.credit='turn'"), ({"alpha": 0.1}, "must be below 0")):
         with pytest.raises(ConfigError, match=message):
             ObjectiveConfig(**kw)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
+from pallas_kernels.kda import unit
+from pallas_kernels.kda_decode.step import advance
 from trillium_moe.infer.generate import LoadedModel
 from trillium_moe.inspect.walk import of_kind
 from trillium_moe.model.conv import short_conv
-from trillium_moe.model.kda import KDA, one_token
-from trillium_moe.model.norms import l2_norm
+from trillium_moe.model.kda import KDA
 from trillium_moe.model.params import linear, wide
 from trillium_moe.shapes import Array
 from trillium_moe.train import figures
@@ -43,7 +44,7 @@ def memory(model: LoadedModel, tokens_BT: np.ndarray, segment_ids_BT: np.ndarray
     """Half-lives and write strength on some text."""
     decay, write = [], []
     for sub in of_kind(model, "kda", tokens_BT, segment_ids_BT):
-        decay.append(sub.module.log_decay(sub.x_BTD).mean((0, 1)))
+        decay.append(sub.module.log_decay(sub.module.decay_logits(sub.x_BTD)).mean((0, 1)))
         write.append(jax.nn.sigmoid(wide(linear(sub.x_BTD, sub.module.beta))).mean((0, 1)))
     return Memory(np.array(decay), np.array(write))
 
@@ -57,7 +58,7 @@ def inputs(module: KDA, x_BTD: Array, segment_ids_BT: Array | None = None) -> tu
         return jax.nn.silu(short_conv(y, getattr(module, f"{name}_conv")[...], segment_ids_BT) if c.conv_size else y)
 
     beta = jax.nn.sigmoid(wide(linear(x_BTD, module.beta)))
-    return l2_norm(qkv("q")), l2_norm(qkv("k")), qkv("v"), module.log_decay(x_BTD), beta
+    return unit(qkv("q")), unit(qkv("k")), qkv("v"), module.log_decay(module.decay_logits(x_BTD)), beta
 
 
 @jax.jit
@@ -66,8 +67,9 @@ def states(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH) -> tuple[Array, Array]:
     B, _, H, K = q_BTHK.shape
 
     def step(state, token):
-        o, state = one_token(*token, state)
-        return state, (o, state)
+        q, k, v, g, beta = map(wide, token)
+        o, state = advance(state, K**-0.5 * q, k, v, jnp.exp(g), beta[..., None])
+        return state, (o.astype(v_BTHV.dtype), state)
 
     over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH))
     _, (o, all_states) = jax.lax.scan(step, jnp.zeros((B, H, K, v_BTHV.shape[-1])), over_time)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,7 +82,7 @@ def stored_spec(
     return cut
 
 
-def as_spec(cut: list[tuple[str, ...]]) -> P:
+def as_spec(cut: Sequence[tuple[str, ...]]) -> P:
     """A PartitionSpec from tuples of mesh axes."""
     return P(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in cut))
 

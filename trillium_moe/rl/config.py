@@ -161,4 +161,5 @@ class RLConfig:
     def training(self, optim: OptimConfig, steps: int) -> Config:
         """What the supervised step and the optimizer need to know."""
         data = DataConfig(seq_len=self.row, batch_size=self.rows)
-        return Config(self.name, self.seed, self.model, data, optim, TrainConfig(steps=max(1, steps)))
+        return Config(name=self.name, seed=self.seed, model=self.model, data=data, optim=optim,
+                      train=TrainConfig(steps=max(1, steps)))
