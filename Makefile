@@ -40,7 +40,7 @@ vision: setup ## train the tiny model on text and pictures: make vision [WORKDIR
 data: setup ## fetch the captioned pictures of a Debian package with apt-get into DATA: make data [DATA=runs/data]
 	$(VENV)/bin/python tools/stamps.py $(DATA)
 
-curriculum: setup ## four growing windows in a quarter of an hour: make curriculum [LADDER=runs/ladder] [ARGS=...]
+curriculum: setup ## train the tiny model through four growing windows: make curriculum [LADDER=runs/ladder] [ARGS=...]
 	$(run) experiments.curriculum --config=configs/pretrain.py:scale=tiny,shrink=64 --workdir=$(LADDER) $(CURRICULUM) $(ARGS)
 
 # 8 runs of 100 steps, two at a time.

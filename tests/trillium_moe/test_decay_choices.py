@@ -31,7 +31,8 @@ def gated(g_min, implementation):
     rng = np.random.default_rng(2)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     q, k, v, z = (draw(1, 40, 1, 64) for _ in range(4))
-    o, _ = kda_gated(q, k, v, 2 * z, draw(1, 40, 1), jnp.zeros(1), draw(1, 64), g_min=g_min, implementation=implementation)
+    raw = q, k, v, 2 * z, draw(1, 40, 1), jnp.zeros(1), draw(1, 64)
+    o, _ = kda_gated(*raw, g_min=g_min, implementation=implementation)
     return np.asarray(o)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.trillium_moe.test_cache import config as model
+from trillium_moe.infer import engine
 from trillium_moe.infer.engine import Decoded, EngineConfig
 from trillium_moe.rl import run as run_module
 from trillium_moe.rl.config import RLConfig, RolloutConfig, TaskConfig
@@ -31,7 +32,7 @@ CONFIG = RLConfig(
 )  # fmt: skip
 
 
-class Engine:
+class Engine(engine.Engine):
     """Slots whose sequences say a random valid turn, a function of (weights, seed of the turn)."""
 
     def __init__(self, protocol):

@@ -67,7 +67,7 @@ def test_unrolled_rematerialisation(remat):
             np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("residual", ["block", pytest.param("full", marks=pytest.mark.slow), "none"])
+@pytest.mark.parametrize("residual", ["block", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "none"))])
 def test_every_way_to_run_the_stack_is_the_same_function(residual):
     with jax.enable_x64(True):
         config = small(residual=residual)

@@ -90,7 +90,12 @@ def test_the_bias_update_never_touches_a_gradient():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("rule", BALANCING)
+QUICK = ("quantile", "sign", "aux_loss")
+
+
+@pytest.mark.parametrize(
+    "rule", [rule if rule in QUICK else pytest.param(rule, marks=pytest.mark.slow) for rule in BALANCING]
+)
 def test_every_balancing_rule_trains(rule):
     moe = MoEConfig(n_experts=6, k=2, expert_dim=8, latent_dim=8, balancing=rule)
     config = config_of(moe=moe, micro_batches=2)

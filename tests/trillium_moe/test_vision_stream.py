@@ -136,6 +136,7 @@ def answer(engine, parts, n=8):
     return ids, pictures, out, logprobs
 
 
+@pytest.mark.slow
 def test_generation_after_pictures_is_the_whole_forward(engine):
     engine, params, bias = engine
     parts = [list(b"first "), picture(0), picture(1, (30, 90)), list(b"what is it, and is it the one before? ")]

@@ -78,12 +78,14 @@ class Rollout:
     # --- running
 
     def run(self, groups: Sequence[Group], version: int, *, pause: float = 1.0, greedy: bool = False) -> None:
-        """Continues the unfinished trajectories of `groups` until the fraction `pause` of all of them is done."""
-        todo = [t for group in groups for t in group if not t.done]
-        total = sum(map(len, groups))
-        done = total - len(todo)
+        """Continues the unfinished trajectories of `groups` until the fraction `pause` of them is done.
+
+        Of those that are unfinished now: counted over all, groups that each wait for one sample would never go on.
+        """
+        todo = sum(not t.done for group in groups for t in group)
+        done = 0
         running = self._start(groups)
-        while running and done < pause * total:
+        while running and done < pause * todo:
             before = len(running)
             running = self._turn(running, version, greedy)
             done += before - len(running)
