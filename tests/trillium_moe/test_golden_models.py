@@ -19,7 +19,10 @@ F32 = DtypeConfig(compute="float32")
 F64 = DtypeConfig("float64", "float64", "float64")
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = [name if "mxfp4" not in name else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_float64_logits(name):
     with jax.enable_x64(True):
         _, graphdef, params, rest = goldens.model(name, F64)
