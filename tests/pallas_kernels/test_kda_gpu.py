@@ -70,7 +70,7 @@ def evaluate(op, inputs, segment_ids=None, **config):
     return values + vjp(tuple(w.astype(y.dtype) for w, y in zip(weights, values)))
 
 
-def assert_parity(inputs, segment_ids=None, loose=(), **config):
+def assert_parity(inputs, segment_ids=None, bounds=(), **config):
     got = dict(zip(NAMES, evaluate(kda_pallas_gpu, inputs, segment_ids, **config)))
     with jax.default_matmul_precision("highest"):
         want = dict(zip(NAMES, evaluate(kda_reference, [x.astype(jnp.float32) for x in inputs], segment_ids)))
@@ -78,9 +78,8 @@ def assert_parity(inputs, segment_ids=None, loose=(), **config):
         x, y = (np.asarray(r[name], np.float64) for r in (got, want))
         assert np.isfinite(x).all(), name
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
-        # One bfloat16 rounding of a random sum is 2e-3. dbeta is a difference of sums; repeated keys amplify (kernels
-        # in any order of operations reach 4e-2 in dv and 7e-2 in dbeta).
-        bound = 8e-2 if name in loose else {"o": 6e-3, "dbeta": 3e-2}.get(name, 1e-2)
+        # One bfloat16 rounding of a random sum is 2e-3. dbeta is a difference of sums.
+        bound = {"o": 6e-3, "dbeta": 3e-2, **dict(bounds)}.get(name, 1e-2)
         assert error < bound, (name, error)
 
 
@@ -91,8 +90,10 @@ def test_parity(gate):
 
     fla#807 and fla#984 (illegal and wrong backward passes on Hopper) are why every gradient is compared on the card.
     """
-    loose = {"repeated": ("o", "dv", "dbeta"), "correlated": ("dv", "dbeta")}
-    assert_parity(make(2, 256, 3, gate), loose=loose.get(gate, ()))
+    # Keys that are alike amplify roundings. The XLA form's errors in bfloat16, on these inputs: repeated, o 1.1e-2, dv
+    # 7e-2, dbeta 0.16; correlated, o 5.9e-3, dv 7e-3, dbeta 9e-3.
+    bounds = {"repeated": {"o": 8e-2, "dv": 8e-2, "dbeta": 8e-2}, "correlated": {"o": 1e-2}}
+    assert_parity(make(2, 256, 3, gate), bounds=bounds.get(gate, ()))
 
 
 @on_hopper
