@@ -18,7 +18,10 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+import numpy as np
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")  # a million tokens need 99 GiB
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rival needs memory too
@@ -70,67 +73,89 @@ def work(B: int, T: int, H: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def times_jax(shape: Shape, implementation: str | None, form: str, repeats: int) -> dict[str, float]:
-    """Milliseconds of the forward pass and of forward and backward, seconds of the first call of both, GiB.
+class Ours:
+    """Forward pass, and forward and backward, of one implementation at one shape.
 
     form: "" from unit vectors and decays; "raw" from projections; "around" from projections, normed and gated by XLA.
+    Made from shapes alone, so that several can compile at once, beside the rival.
     """
-    import jax
-    import jax.numpy as jnp
 
-    from pallas_kernels.kda import kda, kda_gated, log_decay, unit
+    def __init__(self, shape: Shape, implementation: str | None, form: str):
+        import jax
+        import jax.numpy as jnp
 
-    B, T, H, lengths = shape
-    keys = jax.random.split(jax.random.key(0), 6)
-    drawn = T if T % (1 << 16) else 1 << 16  # tokens; longer rows repeat them
+        from pallas_kernels.kda import kda, kda_gated, log_decay, unit
 
-    @jax.jit
-    def normal(key):
-        return jnp.tile(jax.random.normal(key, (B, drawn, H, D), jnp.bfloat16), (1, T // drawn, 1, 1))
+        self.shape, self.form = shape, form
+        B, T, H, lengths = shape
+        ids = np.broadcast_to(np.repeat(np.arange(len(lengths)), lengths), (B, T)) if lengths else None
+        settings = {"segment_ids": ids, "implementation": implementation}
+        if form == "raw":
+            op = lambda *x: kda_gated(*x, **settings)
+        elif form == "around":
 
-    ids = jnp.broadcast_to(jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths)), (B, T)) if lengths else None
-    beta = jax.random.normal(keys[5], (B, T, H), jnp.bfloat16)
-    q, k, v, d_o, z = (normal(key) for key in keys[:5])
-    settings = {"segment_ids": ids, "implementation": implementation}
-    # as the layer has them: bfloat16 but for the decay logits
-    rest = (z.astype(jnp.float32), beta, jnp.full((H,), 0.7), jnp.full((H, D), -2.0))
-    if form == "raw":
-        op = lambda *x: kda_gated(*x, **settings)
-    elif form == "around":
+            def op(q, k, v, z, beta, *gate):
+                ready = log_decay(z, *gate, -5.0), jax.nn.sigmoid(beta.astype(jnp.float32))
+                return kda(unit(q), unit(k), v, *ready, **settings)
 
-        def op(q, k, v, z, beta, *gate):
-            ready = log_decay(z, *gate, -5.0), jax.nn.sigmoid(beta.astype(jnp.float32))
-            return kda(unit(q), unit(k), v, *ready, **settings)
+        else:
+            op = lambda *x: kda(*x, **settings)
 
-    else:
-        q, k, g = jax.jit(lambda q, k, z, _, *gate: (unit(q), unit(k), log_decay(z, *gate, -5.0)))(q, k, *rest)
-        rest = (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
-        op = lambda *x: kda(*x, **settings)
+        def both(d_o, *x):
+            (o, state), vjp = jax.vjp(op, *x)
+            return o, vjp((d_o, jnp.zeros_like(state)))
 
-    def both(d_o, *x):
-        (o, state), vjp = jax.vjp(op, *x)
-        return o, vjp((d_o, jnp.zeros_like(state)))
+        like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+        tokens, wide = like(jnp.bfloat16, B, T, H, D), like(jnp.float32, B, T, H, D)
+        beta = like(jnp.bfloat16 if form else jnp.float32, B, T, H)
+        gate = (like(jnp.float32, H), like(jnp.float32, H, D)) if form else ()
+        inputs = (tokens, tokens, tokens, wide, beta, *gate)
+        self.compiled, self.seconds = [], 0.0
+        for f, x in ((op, inputs), (both, (tokens, *inputs))):
+            start = time.perf_counter()
+            self.compiled.append(jax.jit(f).lower(*x).compile())
+            self.seconds += time.perf_counter() - start
 
-    def median(f, *x):
-        start = time.perf_counter()
-        f = jax.jit(f).lower(*x).compile()
-        jax.block_until_ready(f(*x))
-        first = time.perf_counter() - start
-        samples = []
-        for _ in range(7):
-            last, start = None, time.perf_counter()
-            for _ in range(repeats):
-                last = None  # the results of two calls need not fit
-                last = f(*x)
-            jax.block_until_ready(last)
-            samples.append((time.perf_counter() - start) / repeats * 1e3)
-        memory = f.memory_analysis()
+    def times(self, repeats: int) -> dict[str, float]:
+        """Milliseconds of both, seconds of their compilation and first calls, GiB."""
+        import jax
+        import jax.numpy as jnp
+
+        from pallas_kernels.kda import log_decay, unit
+
+        B, T, H, _ = self.shape
+        keys = jax.random.split(jax.random.key(0), 6)
+        drawn = T if T % (1 << 16) else 1 << 16  # tokens; longer rows repeat them
+
+        @jax.jit
+        def normal(key):
+            return jnp.tile(jax.random.normal(key, (B, drawn, H, D), jnp.bfloat16), (1, T // drawn, 1, 1))
+
+        beta = jax.random.normal(keys[5], (B, T, H), jnp.bfloat16)
+        q, k, v, d_o, z = (normal(key) for key in keys[:5])
+        # as the layer has them: bfloat16 but for the decay logits
+        rest = (z.astype(jnp.float32), beta, jnp.full((H,), 0.7), jnp.full((H, D), -2.0))
+        if not self.form:
+            q, k, g = jax.jit(lambda q, k, z, _, *gate: (unit(q), unit(k), log_decay(z, *gate, -5.0)))(q, k, *rest)
+            rest = (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
+        del z, beta
+        medians, first = [], self.seconds
+        for f, x in zip(self.compiled, ((q, k, v, *rest), (d_o, q, k, v, *rest))):
+            start = time.perf_counter()
+            jax.block_until_ready(f(*x))
+            first += time.perf_counter() - start
+            samples = []
+            for _ in range(7):
+                last, start = None, time.perf_counter()
+                for _ in range(repeats):
+                    last = None  # the results of two calls need not fit
+                    last = f(*x)
+                jax.block_until_ready(last)
+                samples.append((time.perf_counter() - start) / repeats * 1e3)
+            medians.append(statistics.median(samples))
+        memory = self.compiled[-1].memory_analysis()
         peak = sum(getattr(memory, f"{x}_size_in_bytes") for x in ("argument", "output", "temp"))
-        return statistics.median(samples), first, peak / 2**30
-
-    forward, first, _ = median(op, q, k, v, *rest)
-    whole, first_whole, peak = median(both, d_o, q, k, v, *rest)
-    return {"forward": forward, "forward+backward": whole, "first call": first + first_whole, "GiB": peak}
+        return {"forward": medians[0], "forward+backward": medians[1], "first call": first, "GiB": peak / 2**30}
 
 
 def times_fla(shape: Shape) -> dict[str, float]:
@@ -296,21 +321,24 @@ def main() -> None:
     rival = None
     if args.rival and all(importlib.util.find_spec(name) for name in ("torch", "fla")):
         rival = Rival(shapes(args.rival), args.rival_cache)
-        rival.compiled()
     elif args.rival:
         print("fla not run: torch or fla-core cannot be imported")
+    forms = ("raw", "around") if args.raw else ("",)
+    names = args.implementation or ["pallas_gpu"]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [(shape, name, form) for shape in shapes(args.shapes) for name in names for form in forms]
+        ready = [pool.submit(Ours, *each) for each in asked]
+    if rival:
+        rival.compiled()
     ours = {}
-    for shape in shapes(args.shapes):
+    for (shape, name, form), made in zip(asked, ready):
+        label = f"{name} {form}".rstrip()
         print(shape.title, flush=True)
-        for name in args.implementation or ["pallas_gpu"]:
-            repeats = 1 if shape.B * shape.T > 1 << 19 else args.repeats
-            for form in ("raw", "around") if args.raw else ("",):
-                label = f"{name} {form}".rstrip()
-                try:
-                    ours[shape] = times_jax(shape, name, form, repeats)
-                    show(label, shape, ours[shape])
-                except Exception as error:  # out of memory: the other shapes go on
-                    print(f"  {label} failed: {str(error).splitlines()[0][:200]}", flush=True)
+        try:
+            ours[shape] = made.result().times(1 if shape.B * shape.T > 1 << 19 else args.repeats)
+            show(label, shape, ours[shape])
+        except Exception as error:  # out of memory: the other shapes go on
+            print(f"  {label} failed: {str(error).splitlines()[0][:200]}", flush=True)
     for shape, times in rival.times() if rival else ():
         print(shape.title, flush=True)
         show("fla", shape, times)
