@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trillium_moe.rl.env import Session, helped, make_env
 from trillium_moe.rl.protocol import (
     AFTER_FINAL,
     ARGUMENTS,
@@ -19,6 +20,7 @@ from trillium_moe.rl.protocol import (
     Protocol,
     Tool,
 )
+from trillium_moe.rl.sft import only_last, trace
 from trillium_moe.rl.vocabulary import WORDS, WordTokenizer
 
 P = Protocol(WordTokenizer())
@@ -89,3 +91,16 @@ def test_the_parser_takes_anything(ids):
     if isinstance(turn.action, Call):
         tool = next(t for t in LOOK if t.name == turn.action.tool)
         assert all(p.accepts(a) for p, a in zip(tool.params, turn.action.args, strict=True))
+
+
+def test_of_a_lesson_in_answering_the_answer_alone_is_learned():
+    rng = np.random.default_rng(0)
+    env = make_env("read_page:entries=0:lines=1:values=64")
+    sessions = [Session(env.episode(seed)) for seed in range(40)]
+    played = [(s, trace(s, helped(rng), P, "", 192)) for s in sessions]
+    answered = [(s, parts) for s, parts in played if s.end == "answer"]
+    assert len(answered) > 20
+    for session, parts in answered:
+        (part,) = only_last(parts)
+        learned = [t for t, m in zip(part.tokens, part.mask) if m]
+        assert session.success == 1 and P.parse(learned, session.episode.tools).action == Answer(session.episode.value)

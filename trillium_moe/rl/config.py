@@ -116,10 +116,12 @@ class SFTConfig:
 
     steps: int = 150
     policy: str = "explorer"  # explorer: valid calls with random choices; oracle: the upper bound
+    answers: float = 0.0  # share of traces that are lessons in answering, of which only the answer is learned
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-3, warmup=0.05))
 
     def __post_init__(self):
         check_choice("sft.policy", self.policy, ("explorer", "oracle"))
+        check(0 <= self.answers < 1, "sft.answers", self.answers, "must lie in [0, 1): the rest shows the calls")
         check(self.steps > 0, "sft.steps", self.steps, "must be greater than 0: RL needs the protocol")
 
 

@@ -208,6 +208,19 @@ def explorer(rng: np.random.Generator, stop: float = 0.7) -> Policy:
     return act
 
 
+def helped(rng: np.random.Generator) -> Policy:
+    """Half of the calls are the oracle's; answers what was found, at once: short ways to an answer.
+
+    The policy of lessons in answering (`trillium_moe.rl.sft`), of whose turns the answer alone is learned.
+    """
+    def act(episode: Episode) -> Action:
+        found, best = episode.known(), episode.oracle()
+        if found is not None:
+            return Answer(found)
+        return best if isinstance(best, Call) and rng.random() < 0.5 else episode.explore(rng)
+    return act
+
+
 def play(session: Session, policy: Policy) -> Session:
     """Plays a whole episode without a model."""
     while not session.done:

@@ -1,4 +1,9 @@
-"""Supervised training on traces that a policy without a model plays: the protocol, and no strategy."""
+"""Supervised training on traces that a policy without a model plays: the protocol, and no strategy.
+
+Few random traces find what is asked for, and their answers are a few tokens among many: a small model has learnt the
+calls long before it copies what it read. So some traces are lessons in answering: their calls, half of them the
+oracle's, are context that the loss leaves out, and only the answer is learned. What is learned of calls is random.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +51,21 @@ def traces(config: RLConfig, rollout: Rollout, start: int) -> Iterator[Part]:
         (t,) = rollout.new_group(number, samples=1)
         session = rollout.session(t)
         rng = np.random.default_rng([config.seed, number, 7])
-        policy = env.oracle if config.sft.policy == "oracle" else env.explorer(rng)
-        yield from trace(session, policy, rollout.protocol, t.effort, config.rollout.max_tokens)
+        lesson = rng.random() < config.sft.answers
+        policy = env.helped(rng) if lesson else env.oracle if config.sft.policy == "oracle" else env.explorer(rng)
+        parts = trace(session, policy, rollout.protocol, t.effort, config.rollout.max_tokens)
         number += 1
+        if lesson:
+            parts = only_last(parts) if session.end == "answer" else []
+        yield from parts
+
+
+def only_last(parts: list[Part]) -> list[Part]:
+    """The last part, of which only the last turn is learned."""
+    part = parts[-1]
+    last = max(part.turn)
+    part.mask = [int(mask and turn == last) for turn, mask in zip(part.turn, part.mask)]
+    return [part]
 
 
 def batches(config: RLConfig, rollout: Rollout, steps: int, first: int = 0) -> Iterator[dict[str, np.ndarray]]:
