@@ -37,7 +37,7 @@ class Killed(BaseException):
 def weights(workdir):
     step = max(checkpoint.steps(workdir))
     run = Run(CONFIG)
-    start = jax.eval_shape(lambda: run.fresh(*(lambda s: (s.params, s.router_bias))(run.init())))
+    start = jax.eval_shape(lambda: run.fresh(*(lambda s: (s.params, s.router_bias))(run.initial())))
     return checkpoint.restore(workdir, start, step=step).state
 
 
