@@ -154,34 +154,21 @@ def exchanged(
     """`mix` of one device's tokens with its experts [E / R, ..], and how many pairs were dropped. Inside a shard."""
     c = config.moe
     expert_A, n_experts = experts_MK.reshape(-1), c.n_experts
-    name = c.transport or ("padded" if platform == "cpu" else "ragged")
+    # XLA has no ragged exchange for CPUs; on GPUs a training step with it has come to a standstill (docs/pods.md)
+    name = c.transport or ("ragged" if platform == "tpu" else "padded")
     updates = UPDATES.get(platform, 1) if name == "ragged" else None
     if c.balance == "exact":
         count_E = jnp.zeros(n_experts, jnp.int32).at[expert_A].add(1)
         expert_A, donors = replicate(jax.lax.all_gather(count_E, AXIS), expert_A, jax.lax.axis_index(AXIS))
         n_experts *= 2
-        own, weights = weights, ()
-        for w in own:
-            weights, w = one_by_one(weights, w)
-            weights += (jax.tree.map(lambda w: with_replicas(w, donors, updates), w),)
-        weights, z_ML = one_by_one(weights, z_ML)
+        weights = jax.tree.map(lambda w: with_replicas(w, donors, updates), weights)
     route = transport(c, updates, expert_A, n_experts)
     slot, source, sizes = plan(route.expert_Q, weights[0].shape[0], alignment(config), route.place_Q)
     there = lambda x_ML, k: dispatch(route.send(dispatch(x_ML, route.slot_A, route.source_R, k)), slot, source, 1)
-    rows, p_MK = one_by_one(there(z_ML, c.k), p_MK)
-    weight = there(p_MK.reshape(-1, 1), 1)[:, 0]
+    rows, weight = there(z_ML, c.k), there(p_MK.reshape(-1, 1), 1)[:, 0]
     y = ffn(config, rows, weight, sizes, *weights)
     back = route.receive(dispatch(y, source, slot, 1))  # the inverse of the dispatch before
     return gather_sum(back, route.slot_A, route.source_R, c.k), route.dropped
-
-
-def one_by_one(exchanged: PyTree, waiting: PyTree) -> tuple[PyTree, PyTree]:
-    """Both; what is made of the second begins only when the first is there. In the backward pass the other way round.
-
-    Exchanges that do not need one another would run side by side. A training step in which two ragged ones did has kept
-    two GPUs waiting for each other for ever.
-    """
-    return jax.lax.optimization_barrier((exchanged, waiting))
 
 
 def transport(c: MoEConfig, updates: int | None, expert_A: Array, n_experts: int) -> Padded | Ragged | TwoHop:
