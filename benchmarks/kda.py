@@ -77,7 +77,7 @@ class Ours:
     """Forward pass, and forward and backward, of one implementation at one shape.
 
     form: "" from unit vectors and decays; "raw" from projections; "around" from projections, normed and gated by XLA.
-    Made from shapes alone, so that several can compile at once, beside the rival.
+    Made from shapes alone, so that it can compile while the rival tunes itself.
     """
 
     def __init__(self, shape: Shape, implementation: str | None, form: str):
@@ -325,7 +325,7 @@ def main() -> None:
         print("fla not run: torch or fla-core cannot be imported")
     forms = ("raw", "around") if args.raw else ("",)
     names = args.implementation or ["pallas_gpu"]
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(1) as pool:  # one after the other: the seconds of a first call are its own
         asked = [(shape, name, form) for shape in shapes(args.shapes) for name in names for form in forms]
         ready = [pool.submit(Ours, *each) for each in asked]
     theirs = []
