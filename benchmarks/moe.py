@@ -201,6 +201,7 @@ def tune(G: int, M: int, K: int, N: int) -> None:
     gate_up = lambda x, w, s, t: gated(None, Activation(), x, w, w, jnp.ones(M), s, True, t)
     rows = [Tiles(64, 256, cluster=2, panel=panel) for panel in (1, 2, 4)]
     rows += [Tiles(64, 256, cluster=2, stages=3, panel=2), Tiles(64, 256), Tiles(128, 128, 1, 2, 3)]
+    rows += [Tiles(64, 128, 3), Tiles(64, 192, 3, stages=3)]
     groups = [Tiles(64, 256, cluster=2, panel=panel) for panel in (2, 4, 14)] + [Tiles(64, 256), Tiles(128, 128)]
     groups += [Tiles(128, 192, stages=3), Tiles(128, 192, stages=3, panel=4)]
     narrow = [Tiles(64, 128, cluster=2, panel=panel) for panel in (1, 2, 4)] + [Tiles(64, 128, panel=4)]

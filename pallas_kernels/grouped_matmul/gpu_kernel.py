@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 STEP = 64  # of the contraction, one stage of the ring: 128 bytes, the widest swizzle
 ROWS = 8  # TMA moves whole tiles of a swizzled buffer: rows of groups come in eights
 PEER = "peer"  # axis of the blocks of a cluster
+_PRODUCERS = 40  # registers of a producer's thread; consumers share what is left of 512 for one of each warpgroup
 SLOTS = 2  # parts of a tile on their way out of shared memory
 
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -150,7 +151,7 @@ def run_tiles(
                 pl.when(~ragged(tile, i))(lambda: act(full, False))
 
             def produce():
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(_PRODUCERS, action="decrease")
                 stream = wg - S * C
 
                 def slices(tile, at):
@@ -168,7 +169,7 @@ def run_tiles(
                     plgpu.barrier_wait(empty.at[stream * Q + q])
 
             def consume():
-                plgpu.set_max_registers(232 if S == 1 else 216, action="increase")
+                plgpu.set_max_registers(min(232, (512 // S - _PRODUCERS) // C // 8 * 8), action="increase")
                 stream, c = lax.rem(wg, jnp.int32(S)), wg // S
                 for q in range(Q):
                     plgpu.barrier_arrive(empty.at[stream * Q + q])

@@ -93,7 +93,7 @@ def _leaving(marks_g, mark: int, b, h, n, columns, table_g, state: Array) -> Non
         table_g[b, marks_g[0][b, n, _SEGMENT], h, :, columns] = state
 
 
-@functools.partial(jax.jit, static_argnames=("keep", "outputs"))
+@functools.partial(jax.jit, static_argnames=("keep", "outputs", "parts"))
 def state_pass(
     qp: Float[Array, "B H N C K"],
     kp: Float[Array, "B H N C K"],
@@ -103,13 +103,14 @@ def state_pass(
     dec: Float[Array, "B H N K"],
     v_BTHV: Float[Array, "B T H V"],
     beta_BHT: Float[Array, "B H T"],
-    initial_BHKV: Float[Array, "B *S H K V"],
+    initial_BHKV: Float[Array, "B *S HP K V"],
     start: Int[Array, " 1"],
     marks: Int[Array, "B N 3"] | None = None,
     *,
     keep: bool,
     into=(),
     outputs: bool = True,
+    parts: int = 1,
 ) -> tuple[Array, ...]:
     """From the results of `chunk_operands`, with S the state at chunk entry:
 
@@ -119,8 +120,13 @@ def state_pass(
     (S [B, H, N, K, V], U [B, H, N, C, V]), both bf16. With `into` = (a reference to o,) the outputs of these N chunks
     are written there, and not returned; nor are they computed if not `outputs`. With `marks` the initial and final
     states are tables of one state per segment: see `segment_marks`.
+
+    `parts`: where the states at chunks 0, N/parts, ... are known, they start that many passes side by side instead of
+    one. `initial_BHKV` and the results then have H x parts heads of N / parts chunks, the parts of a head in turn.
     """
     B, H, N, _, K = kp.shape
+    H, N = H * parts, N // parts
+    qp, kp, km, pT, tT, dec = (x.reshape(B, H, N, *x.shape[3:]) for x in (qp, kp, km, pT, tT, dec))
     marked = () if marks is None else (marks,)
     new_o = (jax.ShapeDtypeStruct(v_BTHV.shape, bf16),) if outputs and not into else ()
 
@@ -130,23 +136,24 @@ def state_pass(
         marks_g, refs = refs[: len(marked)], refs[len(marked) :]
         o_g, refs = refs[: int(outputs)], refs[int(outputs) :]
         final_g, *kept_g = refs
-        start = start_g[0]
-        (qp_s, kp_s, km_s, pT_s, tT_s, dec_s, beta_s, v_s), (s_s, u_s, o_s), full, empty = scoped
+        (kp_s, km_s, tT_s, dec_s, beta_s, v_s, *of_o), (s_s, u_s, *o_s), full, empty = scoped
+        qp_s, pT_s = of_o or (None, None)
         bh, wg = lax.axis_index("bh"), lax.axis_index("wg")
         b, h = bh // H, lax.rem(bh, jnp.int32(H))
+        row = h // parts  # of v, beta and o, which have all chunks
+        start = start_g[0] + lax.rem(h, jnp.int32(parts)) * N
         columns = pl.ds(wg * VH, VH)
-        s_w, u_w, o_w = s_s.at[wg], u_s.at[wg], o_s.at[wg]
+        s_w, u_w = s_s.at[wg], u_s.at[wg]
 
         def load(n, slot):
             bar = full.at[slot]
-            for src, dst in (
-                (kp_g, kp_s), (km_g, km_s), (qp_g, qp_s), (tT_g, tT_s), (pT_g, pT_s), (dec_g, dec_s)
-            ):  # fmt: skip
+            for_o = ((qp_g, qp_s), (pT_g, pT_s)) if outputs else ()
+            for src, dst in ((kp_g, kp_s), (km_g, km_s), (tT_g, tT_s), (dec_g, dec_s), *for_o):
                 plgpu.copy_gmem_to_smem(src.at[b, h, n], dst.at[slot], bar)
             rows = pl.ds((start + n) * C, C)
-            plgpu.copy_gmem_to_smem(beta_g.at[b, h, rows], beta_s.at[slot], bar)
+            plgpu.copy_gmem_to_smem(beta_g.at[b, row, rows], beta_s.at[slot], bar)
             for w in range(2):
-                src = v_g.at[b, rows, h, pl.ds(w * VH, VH)]
+                src = v_g.at[b, rows, row, pl.ds(w * VH, VH)]
                 plgpu.copy_gmem_to_smem(src, v_s.at[slot, w], bar)
 
         def consume(n, slot, s, full, empty):
@@ -173,9 +180,10 @@ def state_pass(
             plgpu.barrier_arrive(empty)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if outputs:
+                o_w = o_s[0].at[wg]
                 o_w[...] = o.astype(bf16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_w, o_g[0].at[b, pl.ds((start + n) * C, C), h, columns])
+                plgpu.copy_smem_to_gmem(o_w, o_g[0].at[b, pl.ds((start + n) * C, C), row, columns])
             _leaving(marks_g, _LAST, b, h, n, columns, final_g, s)
             return s
 
@@ -197,14 +205,16 @@ def state_pass(
         kernel,
         (*new_o, jax.ShapeDtypeStruct(initial_BHKV.shape, f32), *(kept if keep else ())),
         B * H,
+        9 if outputs else 7,
         (
-            *[operand(STAGES, C, K)] * 3,
-            *[operand(STAGES, C, C)] * 2,
+            *[operand(STAGES, C, K)] * 2,
+            operand(STAGES, C, C),
             plgpu.SMEM((STAGES, K), f32),
             plgpu.SMEM((STAGES, C), f32),
             operand(STAGES, 2, C, VH),
+            *((operand(STAGES, C, K), operand(STAGES, C, C)) if outputs else ()),
         ),
-        (operand(2, K, VH), operand(2, C, VH), operand(2, C, VH)),
+        (operand(2, K, VH), *[operand(2, C, VH)] * (2 if outputs else 1)),
     )(qp, kp, km, pT, tT, dec, v_BTHV, beta_BHT, initial_BHKV, start, *marked, *into)
 
 
@@ -301,6 +311,7 @@ def state_adjoint(
             jax.ShapeDtypeStruct(d_final_BHKV.shape, f32),
         ),
         B * H,
+        9,
         (
             *[operand(STAGES, C, K)] * 3,
             *[operand(STAGES, C, C)] * 2,
@@ -312,13 +323,15 @@ def state_adjoint(
     )(qp, kp, km, pT, tT, dec, do_BTHV, beta_BHT, d_final_BHKV, start, *marked, *into)
 
 
-def _call(kernel, out_type, blocks: int, staged, own):
+def _call(kernel, out_type, blocks: int, copies: int, staged, own):
+    """`copies` fill a slot of the buffers `staged`; the buffers `own` are the consumers'."""
+
     def state_kernel(*refs):
         pl.run_scoped(
             lambda *scoped: kernel(*refs, scoped),
             staged,
             own,
-            plgpu.Barrier(num_arrivals=9, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             collective_axes="wg",
         )

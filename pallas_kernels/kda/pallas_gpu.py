@@ -8,9 +8,10 @@
 The mathematics is that of `xla.py`; `gpu_tiles.py` and `gpu_backward.py` say what differs.
 
 What the kernels hand to one another takes about 2.4 KB a token and head. Calls of more tokens and heads than the
-workspace of `GPUConfig` go through the sequence in spans, and keep for the backward pass only the state at the entry of
-each: a span's operands and states are formed again there. So a million tokens need hardly more memory than their
-inputs, outputs and gradients. Packed rows with a state of their own per segment go through in one piece.
+workspace of `GPUConfig` go through the sequence in spans, and keep for the backward pass only a few states of each: a
+span's operands and states are formed again there, from all the kept states at once, so that few heads fill the chip. So
+a million tokens need hardly more memory than their inputs, outputs and gradients. Packed rows with a state of their own
+per segment go through in one piece.
 """
 
 import functools
@@ -31,6 +32,7 @@ from pallas_kernels.kda.reference import State
 from pallas_kernels.kda.segments import collect, segment_layout, spread
 
 _MOST_CHUNKS = 65535  # of the second axis of a CUDA grid
+_BLOCKS = 132  # of a state pass that run at once: one on each multiprocessor
 
 # The gradient of beta divides by beta twice. Zero is replaced by what changes no result.
 _SMALLEST_BETA = 1e-12
@@ -43,6 +45,7 @@ class Plan(NamedTuple):
     g_min: float
     spans: int
     chunks: int  # of a span
+    parts: int  # of a span, whose states are known before its backward pass
 
 
 def kda_pallas_gpu(
@@ -144,8 +147,13 @@ def _rows(
     B, T, H, _ = q_BTHK.shape
     K, V = initial_state.shape[-2:]
     chunks = -(-T // C)
-    spans = 1 if slot_BN is not None else -(-chunks // min(max(1, workspace // (C * B * H)), _MOST_CHUNKS))
-    plan = Plan(float(scale), float(g_min), spans, -(-chunks // spans))
+    most = min(max(1, workspace // (C * B * H)), _MOST_CHUNKS)
+    if slot_BN is not None or chunks <= most:
+        plan = Plan(float(scale), float(g_min), 1, chunks, 1)
+    else:
+        parts = min(max(1, _BLOCKS // (B * H)), most)
+        spans = -(-chunks // (most - most % parts))
+        plan = Plan(float(scale), float(g_min), spans, parts * -(-chunks // (spans * parts)), parts)
     padding = plan.spans * plan.chunks * C - T
 
     def pad(x, value=0):  # k = beta = g = 0 changes no state
@@ -173,37 +181,36 @@ def _kda(plan, q_BTHK, k_BTHK, v_BTHV, decay, beta_BHT, initial_BHKV, docs, mark
     return _forward(plan, q_BTHK, k_BTHK, v_BTHV, decay, beta_BHT, initial_BHKV, docs, marks, keep=False)[0]
 
 
-def _operands(plan, q_BTHK, k_BTHK, decay, beta_BHT, docs, start):
+def _operands(plan, q_BTHK, k_BTHK, decay, beta_BHT, docs, start, chunks):
     return chunk_operands(
-        q_BTHK, k_BTHK, decay, beta_BHT, docs, start, chunks=plan.chunks, scale=plan.scale, g_min=plan.g_min
+        q_BTHK, k_BTHK, decay, beta_BHT, docs, start, chunks=chunks, scale=plan.scale, g_min=plan.g_min
     )
 
 
-def _start(plan: Plan, span: Array | int) -> Int[Array, " 1"]:
-    """Number of the first chunk of a span."""
-    return jnp.full((1,), span * plan.chunks, jnp.int32)
+def _chunk(n: Array | int) -> Int[Array, " 1"]:
+    return jnp.full((1,), n, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "keep"))
 def _forward(plan, q_BTHK, k_BTHK, v_BTHV, decay, beta_BHT, initial_BHKV, docs, marks, keep=True):
     inputs = (q_BTHK, k_BTHK, decay, beta_BHT, docs)
     if plan.spans == 1:
-        operands = _operands(plan, *inputs, _start(plan, 0))
+        operands = _operands(plan, *inputs, _chunk(0), plan.chunks)
         o_BTHV, final_BHKV, *states = state_pass(
-            *operands, v_BTHV, beta_BHT, initial_BHKV, _start(plan, 0), marks, keep=keep
+            *operands, v_BTHV, beta_BHT, initial_BHKV, _chunk(0), marks, keep=keep
         )
         return (o_BTHV, final_BHKV), (inputs, v_BTHV, None, (operands, *states), marks)
 
     o_ref = jax.empty_ref(jax.typeof(v_BTHV))
+    chunks = plan.chunks // plan.parts
 
-    def span(entry_BHKV, i):
-        operands = _operands(plan, *inputs, _start(plan, i))
-        (exit_BHKV,) = state_pass(
-            *operands, v_BTHV, beta_BHT, entry_BHKV, _start(plan, i), keep=False, into=(o_ref,)
-        )
+    def part(entry_BHKV, i):
+        start = _chunk(i * chunks)
+        operands = _operands(plan, *inputs, start, chunks)
+        (exit_BHKV,) = state_pass(*operands, v_BTHV, beta_BHT, entry_BHKV, start, keep=False, into=(o_ref,))
         return exit_BHKV, entry_BHKV
 
-    final_BHKV, entries = lax.scan(span, initial_BHKV, jnp.arange(plan.spans))
+    final_BHKV, entries = lax.scan(part, initial_BHKV, jnp.arange(plan.spans * plan.parts))
     return (jax.freeze(o_ref), final_BHKV), (inputs, v_BTHV, entries, None, None)
 
 
@@ -212,6 +219,15 @@ def _backward(plan, kept, cotangents):
     inputs, v_BTHV, entries, of_span, marks = kept
     q_BTHK, k_BTHK, decay, beta_BHT, docs = inputs
     do_BTHV, d_final_BHKV = cotangents
+
+    def side_by_side(operands, entries_PBHKV, start):
+        """The states and U of every chunk of a span, from the states at the entry of its parts."""
+        P, B, H, *KV = entries_PBHKV.shape
+        entries = jnp.moveaxis(entries_PBHKV, 0, 2).reshape(B, H * P, *KV)
+        kept = state_pass(
+            *operands, v_BTHV, beta_BHT, entries, start, keep=True, outputs=False, parts=plan.parts
+        )[1:]
+        return (x.reshape(B, H, plan.chunks, *x.shape[3:]) for x in kept)
 
     def adjoint(operands, s, u, d_exit_BHKV, start, into=((), ())):
         *dv_BTHV, ds, d_entry_BHKV = state_adjoint(
@@ -225,17 +241,18 @@ def _backward(plan, kept, cotangents):
         return d_entry_BHKV, dv_BTHV, *gradients
 
     if plan.spans == 1:
-        d_initial_BHKV, *gradients = adjoint(*of_span, d_final_BHKV, _start(plan, 0))
+        d_initial_BHKV, *gradients = adjoint(*of_span, d_final_BHKV, _chunk(0))
     else:
         dv_ref, *refs = map(jax.empty_ref, (jax.typeof(v_BTHV), *adjoint_shapes(q_BTHK, decay)))
 
         def span(d_exit_BHKV, x):
-            i, entry_BHKV = x
-            start = _start(plan, i)
-            operands = _operands(plan, *inputs, start)
-            _, s, u = state_pass(*operands, v_BTHV, beta_BHT, entry_BHKV, start, keep=True, outputs=False)
+            i, entries_PBHKV = x
+            start = _chunk(i * plan.chunks)
+            operands = _operands(plan, *inputs, start, plan.chunks)
+            s, u = side_by_side(operands, entries_PBHKV, start)
             return adjoint(operands, s, u, d_exit_BHKV, start, ((dv_ref,), tuple(refs)))[0], None
 
+        entries = entries.reshape(plan.spans, plan.parts, *entries.shape[1:])
         d_initial_BHKV, _ = lax.scan(span, d_final_BHKV, (jnp.arange(plan.spans), entries), reverse=True)
         gradients = [jax.freeze(x) for x in (dv_ref, *refs)]
 

@@ -358,15 +358,15 @@ def test_parity_interpreted(interpreted, packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["bfloat16 logits", "float32 logits", "saturated", "spans", "segments"])
+@pytest.mark.parametrize("how", ["bfloat16 logits", "float32 logits", "saturated", "spans", "parts", "segments"])
 def test_gated_parity_interpreted(interpreted, how):
     logits = jnp.bfloat16 if how == "bfloat16 logits" else jnp.float32
-    T = 110 if how == "segments" else 70
+    T = {"segments": 110, "parts": 134}.get(how, 70)
     logit = 20.0 if how == "saturated" else None
     inputs, state, ids, config = gated_inputs(1, T, 1, logits=logits, logit=logit), random_state(1), None, {}
-    if how == "spans":
-        ids = jnp.asarray(np.repeat([0, 1, 2], [20, 38, 12])[None], jnp.int32)
-        config = {"config": GPUConfig(workspace=64)}
+    if how in ("spans", "parts"):  # two spans of one chunk; two of two chunks, whose states form side by side
+        ids = jnp.asarray(np.repeat([0, 1, 2], [20, 38, T - 58])[None], jnp.int32)
+        config = {"config": GPUConfig(workspace=64 if how == "spans" else 128)}
     if how == "segments":
         ids = jnp.asarray(np.repeat([[-1, 0, 2, 5]], [10, 20, 70, 10], axis=1), jnp.int32)
         state = jnp.asarray(0.3 * np.random.default_rng(1).normal(size=(1, 5, 1, D, D)), jnp.float32)
