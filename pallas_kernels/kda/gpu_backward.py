@@ -42,7 +42,7 @@ from pallas_kernels.kda.gpu_tiles import (
     entering,
     f32,
     gate_adjoint,
-    gate_reader,
+    gate_of,
     index,
     inverse_norm,
     leaving,
@@ -103,8 +103,8 @@ def chunk_adjoint(
         *refs, scoped = refs_and_scoped
         decay_g, refs = refs[: len(decay)], refs[len(decay) :]
         docs_g, (dq_g, dk_g, dbeta_g, dg_g, *weights_g) = refs[: len(packed)], refs[len(packed) :]
-        (x_s, past_s), u_s, (g_s, d_s, raw_s), q_s, k_s, (s_s, c_s, dg_s), (ds_s, rest_s), G_s = scoped[:8]
-        small_s, docs_s, sums_s, gates_loaded, loaded, summed, states, own, meet = scoped[8:]
+        (x_s, past_s), u_s, (g_s, d_s, raw_s), q_s, k_s, (s_s, c_s, last_s), (ds_s, rest_s), G_s = scoped[:8]
+        small_s, docs_s, sums_s, gates_loaded, loaded, summed, states, own, again, meet = scoped[8:]
         docs = Documents(docs_s if docs_g else None)
         bh, n, wg = lax.axis_index("bh"), lax.axis_index("n"), lax.axis_index("wg")
         b, h = bh // H, lax.rem(bh, jnp.int32(H))
@@ -128,8 +128,7 @@ def chunk_adjoint(
         # ---- loads
         @pl.when(wg == 0)
         def _():
-            if ready:
-                plgpu.copy_gmem_to_smem(decay_g[0].at[b, rows, h], g_s, gates_loaded)
+            plgpu.copy_gmem_to_smem(decay_g[0].at[b, rows, h], g_s, gates_loaded)
             plgpu.copy_gmem_to_smem(beta_g.at[b, h, rows], beta_s, gates_loaded)
             for src in docs_g:
                 plgpu.copy_gmem_to_smem(src.at[b, start_g[0] + n], docs_s, gates_loaded)
@@ -151,9 +150,9 @@ def chunk_adjoint(
         # ---- what all need: the sums of the gates; dP and dX; dbeta; the part of dg that crosses the chunk
         @pl.when(wg == 0)
         def _():
+            gate = gate_of(decay_g, g_min, h)
             plgpu.barrier_wait(gates_loaded)
-            gates = gate_reader(decay_g, g_min, b, h)
-            sum_gates(lambda i: channels(g_s, i) if ready else gates(token + i), G_s, docs)
+            sum_gates(lambda i: gate(channels(g_s, i)), G_s, docs)
             plgpu.barrier_arrive(summed)
 
         plgpu.barrier_wait(loaded)
@@ -258,6 +257,10 @@ def chunk_adjoint(
             for src, dst in zip((q_g, k_g), raw_s):
                 plgpu.copy_gmem_to_smem(src.at[b, rows, h, columns], dst.at[wg], own.at[wg])
 
+            @pl.when(wg == 2)
+            def _():
+                plgpu.copy_gmem_to_smem(decay_g[0].at[b, rows, h], last_s, again)
+
         @pl.when(wg == 0)
         def _():
             def later(n, total):
@@ -302,24 +305,25 @@ def chunk_adjoint(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(mine, dst.at[b, rows, h, columns])
         if ready:
-            dg_w = dg_s.at[wg]
+            dg_w = last_s.at[wg]
             dg_w[...] = plain(rest_s.at[:, columns]) + plain(past_s.at[:, columns])
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(dg_w, dg_g.at[b, rows, h, columns])
         else:  # a warpgroup has all channels of a quarter of the tokens
-            adjoint = gate_adjoint(decay_g, g_min, b, h)
-            rate = plgpu.load(decay_g[1].at[h], layout=CHANNELS)
+            adjoint = gate_adjoint(decay_g, g_min, h)
+            plgpu.barrier_wait(again)
 
             def token_rows(i, sums):
                 for j in range(STEP):
                     row = wg * (C // WARPGROUPS) + i * STEP + j
-                    logits, d = adjoint(token + row, channels(rest_s, row) + channels(past_s, row))
-                    dg_g[b, token + row, h] = (rate * d).astype(dg_g.dtype)
-                    sums = sums[0] + d, sums[1] + logits * d
+                    dg = channels(rest_s, row) + channels(past_s, row)
+                    d_logits, *d_gate = adjoint(channels(last_s, row), dg)
+                    dg_g[b, token + row, h] = d_logits.astype(dg_g.dtype)
+                    sums = [total + d for total, d in zip(sums, d_gate)]
                 return sums
 
             zero = plgpu.layout_cast(jnp.zeros((D,), f32), CHANNELS)
-            for x, total in enumerate(lax.fori_loop(0, C // WARPGROUPS // STEP, token_rows, (zero, zero))):
+            for x, total in enumerate(lax.fori_loop(0, C // WARPGROUPS // STEP, token_rows, [zero, zero])):
                 weights_g[0][b, h, start_g[0] + n, wg, x] = total
 
         @pl.when(wg == 1)
@@ -331,31 +335,33 @@ def chunk_adjoint(
     def chunk_adjoint_kernel(*refs):
         channel_rows = operand(WARPGROUPS, C, WIDTH, columns=WIDTH)
         sums = plgpu.SMEM((C, D + PAD), f32)
-        gradient = plgpu.SMEM(
-            (WARPGROUPS, C, WIDTH),
-            f32,
-            transforms=(plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(4 * WIDTH)),
-        )
+        tiled = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(4 * WIDTH))
+        # at the end the gradient of log decays, or the logits once more
+        logits = plgpu.SMEM((C, D), decay[0].dtype)
+        last = plgpu.SMEM((WARPGROUPS, C, WIDTH), f32, transforms=tiled) if ready else logits
         pl.run_scoped(
             lambda *scoped: kernel(*refs, scoped),
             plgpu.RefUnion(operand(2, C, D), sums),
             operand(C, D),
             plgpu.RefUnion(
-                plgpu.SMEM((C, D), f32), operand(2, 2, C, C, columns=WIDTH), (channel_rows, channel_rows)
+                plgpu.SMEM((C, D), decay[0].dtype),
+                operand(2, 2, C, C, columns=WIDTH),
+                (channel_rows, channel_rows),
             ),
             channel_rows,
             channel_rows,
-            plgpu.RefUnion(operand(D, D), operand(WARPGROUPS, 2, C, WIDTH, columns=WIDTH), gradient),
+            plgpu.RefUnion(operand(D, D), operand(WARPGROUPS, 2, C, WIDTH, columns=WIDTH), last),
             plgpu.RefUnion(operand(D, D), sums),
             sums,
             plgpu.SMEM((2 * C + D,), f32),
             plgpu.SMEM((Documents.ROWS, C), f32),
             plgpu.SMEM((2, WARPGROUPS, C), f32),
-            plgpu.Barrier(num_arrivals=1 + ready + len(packed)),
+            plgpu.Barrier(num_arrivals=2 + len(packed)),
             plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=4),
             collective_axes="wg",
         )

@@ -29,7 +29,7 @@ from pallas_kernels.kda.gpu_tiles import (
     column_factors,
     entering,
     f32,
-    gate_reader,
+    gate_of,
     index,
     inverse_norm,
     leaving,
@@ -84,21 +84,15 @@ def chunk_operands(
         docs = Documents(docs_s if docs_g else None)
         bh, n = lax.axis_index("bh"), lax.axis_index("n")
         b, h = bh // H, lax.rem(bh, jnp.int32(H))
-        token = (start_g[0] + n) * C
-        rows = pl.ds(token, C)
-        if ready:
-            plgpu.copy_gmem_to_smem(decay_g[0].at[b, rows, h], g_s, bar)
-        for src, dst in ((q_g, q_s), (k_g, k_s)):
+        rows = pl.ds((start_g[0] + n) * C, C)
+        for src, dst in ((decay_g[0], g_s), (q_g, q_s), (k_g, k_s)):
             plgpu.copy_gmem_to_smem(src.at[b, rows, h], dst, bar)
         plgpu.copy_gmem_to_smem(beta_g.at[b, h, rows], beta_s, bar)
         for src in docs_g:
             plgpu.copy_gmem_to_smem(src.at[b, start_g[0] + n], docs_s, bar)
-        if ready or docs_g:
-            plgpu.barrier_wait(bar)
-        gates = gate_reader(decay_g, g_min, b, h)
-        sum_gates(lambda i: channels(g_s, i) if ready else gates(token + i), G_s, docs)
-        if not (ready or docs_g):
-            plgpu.barrier_wait(bar)
+        gate = gate_of(decay_g, g_min, h)
+        plgpu.barrier_wait(bar)
+        sum_gates(lambda i: gate(channels(g_s, i)), G_s, docs)
         plgpu.commit_smem()
         q_factor = k_factor = None
         if not ready:
@@ -163,14 +157,14 @@ def chunk_operands(
             plgpu.SMEM((C, K + PAD), f32),
             half,
             plgpu.RefUnion(
-                plgpu.SMEM((C, K), f32),
+                plgpu.SMEM((C, K), decay[0].dtype),
                 (half, half, half, half),
                 (operand(C, C), operand(C, C), operand(C, C, columns=R), operand(C, C, columns=R)),
             ),
             plgpu.SMEM((C,), f32),
             plgpu.SMEM((K,), f32),
             plgpu.SMEM((Documents.ROWS, C), f32),
-            plgpu.Barrier(num_arrivals=3 + ready + len(packed)),
+            plgpu.Barrier(num_arrivals=4 + len(packed)),
         )
 
     out = lambda *shape: jax.ShapeDtypeStruct((B, H, N, *shape), bf16)

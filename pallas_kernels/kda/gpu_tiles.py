@@ -178,24 +178,23 @@ def inverse_norm(sum_of_squares: Array) -> Array:
     return lax.rsqrt(sum_of_squares + L2_EPS)
 
 
-def gate_reader(decay_g, g_min: float, b, h):
-    """row -> the D gates of a token in nats, as CHANNELS, from references to a `Decay` in global memory."""
-    load = lambda ref: plgpu.load(ref, layout=CHANNELS)
+def gate_of(decay_g, g_min: float, h):
+    """What a token has in decay_g[0] -> its gates in nats, as CHANNELS. decay_g: a `Decay` in global memory."""
     if len(decay_g) == 1:
-        return lambda row: load(decay_g[0].at[b, row, h])
-    logits_g, rate, offset = decay_g[0], *(load(ref.at[h]) for ref in decay_g[1:])
-    return lambda row: g_min / (1.0 + jnp.exp2(rate * load(logits_g.at[b, row, h]).astype(f32) + offset))
+        return lambda g: g
+    rate, offset = (plgpu.load(ref.at[h], layout=CHANNELS) for ref in decay_g[1:])
+    return lambda logits: g_min / (1.0 + jnp.exp2(rate * logits.astype(f32) + offset))
 
 
-def gate_adjoint(decay_g, g_min: float, b, h):
-    """(row, dg) -> (logits, gradient of rate logits + offset), as CHANNELS, for the logits of a `Decay`."""
-    load = lambda ref: plgpu.load(ref, layout=CHANNELS)
-    logits_g, rate, offset = decay_g[0], *(load(ref.at[h]) for ref in decay_g[1:])
+def gate_adjoint(decay_g, g_min: float, h):
+    """(logits, dg) of a token -> (gradient of the logits, of offset, of rate), as CHANNELS."""
+    rate, offset = (plgpu.load(ref.at[h], layout=CHANNELS) for ref in decay_g[1:])
 
-    def adjoint(row, dg):
-        logits = load(logits_g.at[b, row, h]).astype(f32)
+    def adjoint(logits, dg):
+        logits = logits.astype(f32)
         open_ = 1.0 / (1.0 + jnp.exp2(rate * logits + offset))
-        return logits, dg * (-g_min / LOG2E) * open_ * (1.0 - open_)
+        d = dg * (-g_min / LOG2E) * open_ * (1.0 - open_)
+        return rate * d, d, logits * d
 
     return adjoint
 
