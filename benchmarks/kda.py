@@ -328,24 +328,24 @@ def main() -> None:
     with ThreadPoolExecutor(1) as pool:  # one after the other: the seconds of a first call are its own
         asked = [(shape, name, form) for shape in shapes(args.shapes) for name in names for form in forms]
         ready = [pool.submit(Ours, *each) for each in asked]
-    theirs = []
+    theirs = {}
     if rival:
         rival.compiled()
-        theirs = list(rival.times())  # first: a million tokens leave it no room on the card
-    ours = {}
+        for shape, times in rival.times():  # first: a million tokens leave it no room on the card
+            theirs[shape] = times
+            print(shape.title, flush=True)
+            show("fla", shape, times)
     for (shape, name, form), made in zip(asked, ready):
         label = f"{name} {form}".rstrip()
         print(shape.title, flush=True)
         try:
-            ours[shape] = made.result().times(1 if shape.B * shape.T > 1 << 19 else args.repeats)
-            show(label, shape, ours[shape])
+            times = made.result().times(1 if shape.B * shape.T > 1 << 19 else args.repeats)
         except Exception as error:  # out of memory: the other shapes go on
             print(f"  {label} failed: {str(error).splitlines()[0][:200]}", flush=True)
-    for shape, times in theirs:
-        print(shape.title, flush=True)
-        show("fla", shape, times)
-        for what in work(*shape[:3]) if shape in ours else ():
-            print(f"  {what} {times[what] / ours[shape][what]:.2f}x fla", flush=True)
+            continue
+        show(label, shape, times)
+        for what in work(*shape[:3]) if shape in theirs else ():
+            print(f"  {what} {theirs[shape][what] / times[what]:.2f}x fla", flush=True)
 
 
 if __name__ == "__main__":

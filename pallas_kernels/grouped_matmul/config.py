@@ -5,8 +5,6 @@ Made by `python -m benchmarks.moe --tune`, which prints lines for the tables bel
 
 from __future__ import annotations
 
-import dataclasses
-
 from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
 from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles
 
@@ -17,14 +15,17 @@ _GPU_DEFAULT = {
     "groups": Tiles(m=64, n=256, cluster=2, panel=2),
     "gated": Tiles(m=64, n=128, cluster=2, panel=2),
 }
-# A pair of blocks wastes half a tile of a group in two: too much for groups of few tiles. And most of them have a light
-# one, which would read the group's matrix again long after the others.
-_FEW_ROWS = 256
+# Of groups of few rows: a tile that holds them all reads the group's matrix once. Two products at once leave no
+# registers for that; their tiles of one group stay together.
+_FEW_ROWS = 192
+_GPU_FEW_ROWS = {
+    "rows": Tiles(m=64, n=128, consumers=3),
+    "transposed": Tiles(m=64, n=128, consumers=3),
+    "gated": Tiles(m=64, n=128, light_last=False),
+}
 
 # (device kind, product, columns of the result, rows of a group on average up to) -> sizes
 _GPU_TUNED: dict[tuple[str, str, int, int], Tiles] = {
-    ("NVIDIA H200", "rows", 6144, 147): Tiles(128, 128, consumers=1, streams=2, stages=3, light_last=False),
-    ("NVIDIA H200", "transposed", 3584, 147): Tiles(64, 256, light_last=False),
     ("NVIDIA H200", "groups", 6144, 147): Tiles(m=128, n=128),
 }
 
@@ -43,9 +44,8 @@ def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int) -> Tiles:
     if tuned:
         tiles = _GPU_TUNED[min(tuned, key=lambda key: key[3])]
     else:
-        tiles = _GPU_DEFAULT[product]
-        if product != "groups" and M <= G * _FEW_ROWS:
-            tiles = dataclasses.replace(tiles, cluster=1, panel=8, light_last=False)
+        few = product in _GPU_FEW_ROWS and M <= G * _FEW_ROWS
+        tiles = (_GPU_FEW_ROWS if few else _GPU_DEFAULT)[product]
     if N % tiles.n == 0 and (product != "groups" or K % tiles.block == 0):
         return tiles
     n = next(n for n in (256, 128, 64) if n <= tiles.n and N % n == 0)

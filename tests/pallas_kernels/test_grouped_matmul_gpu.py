@@ -31,6 +31,7 @@ ALL_TILES = [
     Tiles(64, 256, cluster=2, panel=2),
     Tiles(128, 128, consumers=1, streams=2, stages=3),
     Tiles(128, 128),
+    Tiles(64, 128, consumers=3),
 ]
 
 
