@@ -1,5 +1,7 @@
-"""Attention: blocks of queries against the whole score matrix and against numpy."""
+"""Attention: tiles of scores against the whole score matrix and against numpy."""
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,18 +10,32 @@ import pytest
 from pallas_kernels.attention import attention, attention_runs, blocks, cached, xla
 
 
-def example(T, segments):
+def example(T, segments, dtype=np.float32):
     rng = np.random.default_rng(0)
-    q, k = (rng.normal(size=(2, T, 2, 6)).astype(np.float32) for _ in range(2))
-    v = rng.normal(size=(2, T, 2, 4)).astype(np.float32)
+    q, k = (rng.normal(size=(2, T, 2, 6)).astype(dtype) for _ in range(2))
+    v = rng.normal(size=(2, T, 2, 4)).astype(dtype)
     ids = np.sort(rng.integers(1, 4, (2, T)), axis=1) if segments else None
     return q, k, v, ids
 
 
-@pytest.mark.parametrize("T, segments", [(1, False), (16, True), (37, True), (48, False)])
-def test_values_and_gradients(T, segments, monkeypatch):
-    monkeypatch.setattr(xla, "QUERIES", 16)
-    q, k, v, ids = example(T, segments)
+def outputs_and_gradients(implementation, scale=0.5):
+    """(q, k, v, ids) -> outputs, largest logits and the three gradients."""
+    def f(q, k, v, ids):
+        def loss(q, k, v):
+            o, top = attention(q, k, v, scale=scale, segment_ids=ids, implementation=implementation)
+            return jnp.sin(o).sum(), (o, top)
+
+        (_, outs), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return *outs, *grads
+
+    return jax.jit(f)
+
+
+@pytest.mark.parametrize("T, segments, dtype", [(1, False, "float32"), (16, True, "float32"), (37, True, "float64"),
+                                                (48, False, "float32")])  # fmt: skip
+def test_values_and_gradients(T, segments, dtype, monkeypatch):
+    monkeypatch.setattr(xla, "TILE", 16)
+    q, k, v, ids = example(T, segments, dtype)
     ids_or_ones = np.ones((2, T), int) if ids is None else ids
     logits = np.einsum("bqhk,bthk->bhqt", q, k).astype(np.float64) * 0.5
     t = np.arange(T)
@@ -28,23 +44,80 @@ def test_values_and_gradients(T, segments, monkeypatch):
     p = np.exp(logits - logits.max(-1, keepdims=True))
     expected = np.einsum("bhqt,bthv->bqhv", p / p.sum(-1, keepdims=True), v)
 
-    def f(implementation):
-        def loss(q, k, v):
-            o, top = attention(q, k, v, scale=0.5, segment_ids=None if ids is None else jnp.asarray(ids),
-                               implementation=implementation)
-            return jnp.sin(o).sum(), (o, top)
-        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*map(jnp.asarray, (q, k, v)))
+    with jax.enable_x64(dtype == "float64"):
+        found, reference = (outputs_and_gradients(name)(q, k, v, ids) for name in ("xla", "reference"))
+    near = {"rtol": 1e-12, "atol": 1e-12} if dtype == "float64" else {"rtol": 1e-4, "atol": 1e-5}
+    for o, top, *_ in (found, reference):
+        assert o.dtype == dtype
+        np.testing.assert_allclose(o, expected, **near)
+        np.testing.assert_allclose(top, logits.max((0, 2, 3)), **near)
+    for a, b in zip(found[2:], reference[2:]):
+        np.testing.assert_allclose(a, b, **near)
 
-    (_, (o, top)), grads = f("xla")
-    (_, (o_ref, _)), grads_ref = f("reference")
-    np.testing.assert_allclose(o, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(o_ref, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(top, logits.max((0, 2, 3)), rtol=1e-5)
-    for a, b in zip(grads, grads_ref):
+
+def test_any_documents_in_tiles(monkeypatch):
+    """Ids in any order, a negative largest logit, which padding must not raise; in float64, one compiled shape."""
+    monkeypatch.setattr(xla, "TILE", 8)
+    k, _, v, _ = example(21, False, np.float64)
+    tiled, whole = (outputs_and_gradients(name, scale=-0.5) for name in ("xla", "reference"))
+
+    @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+    @hypothesis.given(st.lists(st.integers(0, 4), min_size=42, max_size=42), st.booleans())
+    @hypothesis.example(list(range(42)), False)
+    def check(ids, in_order):
+        ids = np.array(ids).reshape(2, 21)
+        ids = np.sort(ids, axis=1) if in_order else ids
+        with jax.enable_x64(True):
+            for a, b in zip(tiled(k, k, v, ids), whole(k, k, v, ids)):
+                np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-11)
+
+    check()
+
+
+def test_tiles_inside_other_transformations(monkeypatch):
+    """Mapped, rematerialised, in a loop, in a shard: what the layers of a model do with it."""
+    monkeypatch.setattr(xla, "TILE", 16)
+    q, k, v, ids = map(jnp.asarray, example(37, True))
+
+    def loss(implementation, q, k, v):
+        one = lambda *rows: attention(*(x[None] for x in rows[:3]), scale=0.5, segment_ids=rows[3][None],
+                                      implementation=implementation)[0][0]
+
+        @jax.checkpoint
+        def layer(v, _):
+            return jax.vmap(one)(q, k, v, ids), None
+
+        mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
+        run = jax.shard_map(lambda v: jax.lax.scan(layer, v, None, length=2)[0], mesh=mesh,
+                            in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False)
+        return jnp.sin(run(v)).sum()
+
+    found, expected = (jax.jit(jax.grad(loss, (1, 2, 3)), static_argnums=0)(name, q, k, v)
+                       for name in ("xla", "reference"))
+    for a, b in zip(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [513, 1200, 2048])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_long_rows_as_they_are(T, dtype):
+    """The real tile, packed documents: float64 elementwise; bfloat16 as near to float64 as the whole score matrix."""
+    q, k, v, ids = example(T, True, np.float64)
+    with jax.enable_x64(True):
+        exact = outputs_and_gradients("reference")(q, k, v, ids)
+        narrow = [jnp.asarray(x, dtype) for x in (q, k, v)]
+        found, whole = (outputs_and_gradients(name)(*narrow, ids) for name in ("xla", "reference"))
+        assert [x.dtype for x in found] == [x.dtype for x in whole]
+    wide = lambda x: np.asarray(x).astype(np.float64)
+    error = lambda xs: [float(np.abs(wide(x) - wide(y)).max()) for x, y in zip(xs, exact)]
+    if dtype == "float64":
+        assert max(error(found)) < 1e-11
+    else:
+        assert all(a <= 1.5 * b + 1e-6 for a, b in zip(error(found), error(whole)))
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_runs_are_rows_of_the_whole(packed):
     """Runs of queries at any positions, over keys made from a source: the same rows of attention over everything."""
     q, k, v, ids = example(48, packed)
