@@ -22,10 +22,10 @@ run = $(VENV)/bin/python -m
 pytest = pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train ablation curriculum vision data rl notebooks test test-all lint lock clean
+.PHONY: help setup train ablation curriculum vision data rl notebooks test test-all test-transformers lint lock clean
 
 help: ## print this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
 setup: ## make .venv from the locks: make setup [EXTRAS="gpu notebooks"] [PYTHON=/path/to/python]
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup_env.sh $(EXTRAS)
@@ -64,6 +64,11 @@ test: setup ## run the tests, without the slow ones: make test [PYTEST_ARGS=test
 test-all: ## run every test, in .venv-aot: also the slow ones and those that compile for TPUs and an H200
 	@VENV="$(VENV)-aot" PYTHON="$(PYTHON)" tools/setup_env.sh aot vision
 	$(VENV)-aot/bin/python -m $(pytest) -m "" $(PYTEST_ARGS)
+
+# In an environment of its own: torch (5 GB) pins other CUDA libraries than jax[cuda13].
+test-transformers: ## load exported checkpoints in Hugging Face's code, in .venv-transformers
+	@VENV="$(VENV)-transformers" PYTHON="$(PYTHON)" tools/setup_env.sh transformers
+	$(VENV)-transformers/bin/python -m pytest -q -m "" tests/trillium_moe/test_interop_transformers.py $(PYTEST_ARGS)
 
 lint: setup ## check the code with ruff
 	$(run) ruff check .

@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 
 JAX=0.11.2
 EXTRAS="aot gpu notebooks tpu triton vision"
+ALONE="transformers" # torch pins the CUDA libraries that gpu and aot need in other versions: for an environment of its own
 
 work=$(mktemp -d)
 leftover=trillium_moe.egg-info # of reading setup.py; somebody's own stays
@@ -47,12 +48,19 @@ write() { # LOCK COMPILED FIRST_LINE
     mv "$work/out" "$1"
 }
 
+pins() { # LOCK: its versions alone
+    sed -n 's/^\([A-Za-z0-9._-]*==[^ ;]*\)\( *;[^\\]*\)\{0,1\} *\\$/\1\2/p' "$1"
+}
+
 # One resolution of everything first, so that every extra fits every other and the base.
 mkdir -p requirements
-cat requirements.lock requirements/*.lock 2>/dev/null | grep -v '^#' >"$work/all" || true
+for lock in requirements.lock $(printf 'requirements/%s.lock ' $EXTRAS); do
+    [ ! -e $lock ] || grep -v '^#' $lock >>"$work/all" || true
+done
 compile "$work/all" --extra dev $(printf -- '--extra %s ' $EXTRAS)
-sed -n 's/^\([A-Za-z0-9._-]*==[^ ;]*\)\( *;[^\\]*\)\{0,1\} *\\$/\1\2/p' "$work/all" >"$work/pins"
+pins "$work/all" >"$work/pins"
 
+upgrade=${UPGRADE:-}
 unset UPGRADE
 compile "$work/base" --extra dev --constraint "$work/pins"
 write requirements.lock "$work/base" "Core and dev dependencies for Python 3.12 and later."
@@ -61,4 +69,10 @@ base=$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' "$work/base")
 for extra in $EXTRAS; do
     compile "$work/$extra" --extra dev --extra "$extra" --constraint "$work/pins" $base
     write "requirements/$extra.lock" "$work/$extra" "What the extra '$extra' adds to requirements.lock."
+done
+pins "$work/base" >"$work/base_pins"
+for extra in $ALONE; do
+    [ ! -e "requirements/$extra.lock" ] || grep -v '^#' "requirements/$extra.lock" >"$work/$extra"
+    UPGRADE=$upgrade compile "$work/$extra" --extra dev --extra "$extra" --constraint "$work/base_pins" $base
+    write "requirements/$extra.lock" "$work/$extra" "What the extra '$extra' adds to requirements.lock, in an environment of its own."
 done
