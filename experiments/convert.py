@@ -113,7 +113,7 @@ def parse_mesh(text):
     sizes = {}
     for item in filter(None, text.split(",")):
         name, _, size = item.partition("=")
-        if name not in AXES or not size.lstrip("-").isdigit():
+        if name not in AXES or not size.removeprefix("-").isdecimal():
             raise UsageError(f"flag --mesh={text}: {item!r} is not AXIS=SIZE with an axis of {', '.join(AXES)}")
         sizes[name] = int(size)
     return MeshConfig(**sizes)

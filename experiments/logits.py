@@ -34,12 +34,28 @@ def read_tokens(path: str, vocab_size: int) -> np.ndarray:
     """int32 [B,T]. Raises UsageError for anything that is not token ids of the vocabulary."""
     if not Path(path).is_file():
         raise UsageError(f"flag --tokens={path}: no such file; name an .npy array of token ids")
-    tokens = np.load(path)
+    try:
+        tokens = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise UsageError(f"flag --tokens={path}: not an .npy array ({str(error).split('. ')[0]})") from None
+    if not isinstance(tokens, np.ndarray):
+        raise UsageError(f"flag --tokens={path}: an .npz archive; name an .npy array of token ids")
     if tokens.ndim not in (1, 2) or not np.issubdtype(tokens.dtype, np.integer) or tokens.size == 0:
         raise UsageError(f"flag --tokens={path}: must hold integers [T] or [B,T], not {tokens.dtype} {tokens.shape}")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UsageError(f"flag --tokens={path}: ids must lie in [0, {vocab_size}), the checkpoint's vocabulary")
     return np.atleast_2d(tokens).astype(np.int32)
+
+
+def writable(path: str) -> Path:
+    """The file of --out, its folder made. Raises UsageError, before anything is computed, if it cannot be written."""
+    out = Path(path)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"flag --out={path}: cannot be written ({error.strerror}); name a file") from None
+    return out
 
 
 def run(values: flags.FlagValues) -> dict:
@@ -57,6 +73,7 @@ def run(values: flags.FlagValues) -> dict:
     config, model = hf.load(values.hf, dtypes, experts_format=values.experts)
     tokens_BT = read_tokens(values.tokens, config.vocab_size)
     images = read_images(values, config, tokens_BT) if values.image else None
+    out = writable(values.out)
     graphdef, state = nnx.split(model)
 
     @jax.jit
@@ -65,8 +82,8 @@ def run(values: flags.FlagValues) -> dict:
         return model.logits(model.hidden(tokens, Context(), images)[0])
 
     logits_BTV = forward(state, tokens_BT, images)
-    Path(values.out).parent.mkdir(parents=True, exist_ok=True)
-    np.save(values.out, np.asarray(logits_BTV, np.float32))
+    with out.open("wb") as file:  # by its name as given: np.save would add .npy
+        np.save(file, np.asarray(logits_BTV, np.float32))
     print(f"{values.out}: float32 logits {logits_BTV.shape}")
     return {"out": values.out, "shape": list(logits_BTV.shape)}
 

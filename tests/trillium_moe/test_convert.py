@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pytest
 
 from configs import scales
 from experiments import convert, logits
-from experiments.common import command
+from experiments.common import UsageError, command
 from tests import goldens
 from tests.models import random_variables
 from trillium_moe.data.tokenizer import BPETokenizer
@@ -102,6 +103,42 @@ def test_logits_of_packed_experts(tmp_path, capsys):
     assert goldens.error(np.load(tmp_path / "out.npy"), ref["logits"]) < 1e-4
 
 
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("write, message", [
+    (lambda path, bomb: path.write_bytes(pickle.dumps(bomb)), "not an .npy array (This file contains pickled"),
+    (lambda path, bomb: np.save(path, np.array([bomb], object), allow_pickle=True), "not an .npy array (Object arrays"),
+    (lambda path, bomb: path.write_bytes(b""), "not an .npy array (No data"),
+    (lambda path, bomb: path.write_bytes((MXFP4 / "config.json").read_bytes()), "not an .npy array"),
+    (lambda path, bomb: np.savez(path.open("wb"), a=np.zeros(3)), "an .npz archive"),
+    (lambda path, bomb: np.save(path, np.zeros(3)), "must hold integers [T] or [B,T], not float64 (3,)"),
+    (lambda path, bomb: np.save(path, np.array([2**63], np.uint64)), "ids must lie in [0, 272)"),
+    (lambda path, bomb: np.save(path, np.array([-1])), "ids must lie in [0, 272)"),
+    (lambda path, bomb: path.mkdir(), "no such file"),
+])
+def test_tokens_that_are_none(write, message, tmp_path):
+    write(tmp_path / "ids.npy", Bomb(tmp_path / "exploded"))
+    with pytest.raises(UsageError) as raised:
+        logits.read_tokens(str(tmp_path / "ids.npy"), 272)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_logits_that_cannot_be_written_are_not_computed(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "out.npy", "Not a directory|File exists")):
+        with pytest.raises(UsageError, match=f"--out={path}: cannot be written .{reason}"):
+            logits.writable(str(path))
+
+
 @pytest.mark.parametrize("argv, message", [
     ((), "two of the flags"),
     (("--hf=/no/such",), "two of the flags"),
@@ -110,6 +147,7 @@ def test_logits_of_packed_experts(tmp_path, capsys):
     (("--hf=/no/such", "--out=/tmp/x"), "no config.json"),
     (("--workdir=/no/such", "--out=/tmp/x"), "no such directory"),
     ((f"--hf={MXFP4}", "--plan", "--mesh=dta=3"), "'dta=3' is not AXIS=SIZE"),
+    ((f"--hf={MXFP4}", "--plan", "--mesh=data=--3"), "'data=--3' is not AXIS=SIZE"),
     ((f"--hf={MXFP4}", "--plan", "--mesh=data=3", "--devices=8"), "does not fill the 8 devices"),
     ((f"--hf={MXFP4}", "--plan", "--mesh=expert=3", "--devices=3"), "do not divide"),
     ((f"--hf={goldens.ROOT / 'kimi_k3_tiny'}", "--plan", "--experts=mxfp4"), "multiple of 32"),

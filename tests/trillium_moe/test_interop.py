@@ -101,7 +101,14 @@ def test_what_no_release_can_hold_is_not_exported(change, says, tmp_path):
     _, params, bias = random_variables(config)
     with pytest.raises(ConfigError, match=says):
         export(tmp_path / "a", config, params, bias)
-    assert not (tmp_path / "a").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_one_error(tmp_path):
+    config, _, params, bias = goldens.model("kimi_linear_tiny", F32)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written .Not a directory"):
+        export(tmp_path / "file" / "out", config, params, bias)
 
 
 def checkpoint(tmp_path, name="kimi_linear_tiny", tensors=None, **fields):
@@ -144,6 +151,8 @@ def refused(directory, *words, **how):
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters"),
     ({"hidden_size": "64"}, "must be of type int"),
     ({"hidden_size": -64}, "must be a size"),
+    ({"num_hidden_layers": 2**31 - 1}, "at most 10000"),  # a list of them would not fit in memory
+    ({"num_experts": 2**31 - 1}, "experts.8.w1.weight"),  # nor would one of what is missing
     ({"vocab_size": None}, "vocab_size is missing"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     ({"num_key_value_heads": 2}, "num_key_value_heads"),

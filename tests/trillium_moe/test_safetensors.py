@@ -166,7 +166,7 @@ def test_an_index_and_files_must_agree(one):
         refused(one, INDEX)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl", "consolidated.00.pth"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl", "consolidated.00.pth", "MODEL.BIN"])
 def test_pickles_are_refused_unopened(one, name):
     class Bomb:
         def __reduce__(self):

@@ -36,6 +36,7 @@ _VISION_ONLY = {
     "patch_embed_proj_bias": False, "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool",
     "mm_projector_type": "patchmergerv2", "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
 }  # fmt: skip
+MAX_LAYERS = 10_000  # they are counted one by one
 MXFP4 = {
     "quant_method": "compressed-tensors",
     "format": "mxfp4-pack-quantized",
@@ -70,10 +71,10 @@ class _Fields:
         check(ok, f"{self.where} {name}", value, f"must be of type {kind.__name__}")
         return value
 
-    def size(self, name: str, default: Any = ...) -> int:
+    def size(self, name: str, default: Any = ..., most: int = (1 << 31) - 1) -> int:
         """A whole number of 0 or more, small enough for an array's dimension."""
         value = self.get(name, int, default)
-        check(0 <= value < 1 << 31, f"{self.where} {name}", value, "must be a size")
+        check(0 <= value <= most, f"{self.where} {name}", value, f"must be a size, at most {most}")
         return value
 
     def layers(self, name: str, n: int) -> tuple[int, ...] | None:
@@ -107,7 +108,7 @@ def read_config(directory: Path, dtypes: DtypeConfig) -> ModelConfig:
         plain = value is None or isinstance(value, dict) and value.get("rope_type", "default") == "default"
         check(plain, f"{path} {key}", value, "scaled rotary embeddings are not supported")
     check_quantisation(path, text.get("quantization_config") or raw.get("quantization_config"))
-    heads, n_layers = f.size("num_attention_heads"), f.size("num_hidden_layers")
+    heads, n_layers = f.size("num_attention_heads"), f.size("num_hidden_layers", most=MAX_LAYERS)
     check(f.size("num_key_value_heads", heads) == heads, f"{path} num_key_value_heads", text.get("num_key_value_heads"),
           f"must equal num_attention_heads={heads}: latent attention has one key per head")
     linear = _Fields(f"{path} linear_attn_config", f.get("linear_attn_config", dict))
@@ -173,7 +174,7 @@ def read_vision(path: Path, raw: dict[str, Any], d_model: int) -> VisionConfig:
     for key, want in (("init_pos_emb_width", rows), ("mm_hidden_size", width), ("text_hidden_size", d_model)):
         check(f.size(key, want) == want, f"{f.where} {key}", f.values.get(key), f"must be {want}")
     return VisionConfig(
-        n_layers=f.size("vt_num_hidden_layers"), d_model=width, n_heads=heads, head_dim=inner // heads,
+        n_layers=f.size("vt_num_hidden_layers", most=MAX_LAYERS), d_model=width, n_heads=heads, head_dim=inner // heads,
         ffn_dim=f.size("vt_intermediate_size"), patch=f.size("patch_size"), grid=rows,
         frames=f.size("init_pos_emb_time"),
     )  # fmt: skip

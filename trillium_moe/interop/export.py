@@ -6,6 +6,7 @@ directory beside the target, which takes its place when it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -80,29 +81,41 @@ def export(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"out={str(directory)!r}: exists and is not empty; name a new directory")
     raw = configs.describe(config, naming, mxfp4) | (extra or {})
-    part = directory.with_name(f"{directory.name}.part")
     files: list[Path] = []
     arrays = {path: v[...] for state in (params, router_bias) for path, v in nnx.to_flat_state(state)}
     tensors = list(layout.tensors(config, naming))
     planned = {s.name: plan(s, WIDTHS[dtype], mxfp4) for s in tensors}
-    if runtime.is_main():
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        configs.check_expressible(config, configs.read_config(part, config.dtypes))
     shards = split([t for s in tensors for t in planned[s.name]], shard_bytes)
     values = (x for s in tensors for x in values_of(s, planned[s.name], arrays, packed))
-    for name, shard in zip(shard_names(len(shards)), shards):
-        files.append(directory / name)
-        write(part / name if runtime.is_main() else None, shard, values)
-    if runtime.is_main():
-        if len(shards) > 1:
+    with complete(directory) if runtime.is_main() else contextlib.nullcontext() as part:
+        if part is not None:
+            (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+            configs.check_expressible(config, configs.read_config(part, config.dtypes))
+        for name, shard in zip(shard_names(len(shards)), shards):
+            files.append(directory / name)
+            write(None if part is None else part / name, shard, values)
+        if part is not None and len(shards) > 1:
             (part / INDEX).write_text(json.dumps(index_of(shards), indent=2) + "\n")
+    runtime.barrier("checkpoint exported")
+    return files
+
+
+@contextlib.contextmanager
+def complete(directory: Path) -> Iterator[Path]:
+    """A folder beside `directory` that takes its place at the end; if anything fails, nothing of it is left."""
+    part = directory.with_name(f"{directory.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
         if directory.exists():
             directory.rmdir()
         part.replace(directory)
-    runtime.barrier("checkpoint exported")
-    return files
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"out={str(directory)!r}: cannot be written ({error.strerror}); name another") from error
+        raise
 
 
 def plan(stored: Stored, width: str, mxfp4: bool) -> list[Planned]:

@@ -33,6 +33,7 @@ read_config = configs.read_config
 SMALL = 1 << 20  # bytes of a buffer that is filled on the host: many small pieces cost more calls than bytes
 FLOATS = ("BF16", "F32", "F64")
 EXPERTS = tuple(("moe", name) for name in ("w_gate", "w_up", "w_down"))
+MANY = 100_000  # problems after which no more are looked for: config.json describes another model
 OTHERS = ("vision_tower.", "mm_projector.")  # left unread where config.json has no vision_config
 
 
@@ -68,6 +69,8 @@ def match(config: ModelConfig, found: dict[str, Entry], where: Path) -> tuple[st
     naming = layout.naming_of(found)
     left, sources, problems = dict(found), [], []
     for stored in layout.tensors(config, naming):
+        if len(problems) > MANY:
+            break
         name = stored.name
         if stored.routed and (f"{name}_packed" in left or f"{name}_scale" in left):
             pair = [left.pop(f"{name}_{part}", None) for part in ("packed", "scale")]
@@ -92,7 +95,8 @@ def match(config: ModelConfig, found: dict[str, Entry], where: Path) -> tuple[st
             problems.append(f"{name} is {entry.dtype}, not MXFP4 (model.moe.experts_format)")
         sources.append(Source(stored, entry))
     known = () if config.vision.n_layers else OTHERS
-    problems += [f"unexpected {name}" for name in sorted(left) if not name.startswith(known)]
+    if len(problems) <= MANY:
+        problems += [f"unexpected {name}" for name in sorted(left) if not name.startswith(known)]
     if problems:
         raise ConfigError(f"{where}: the tensors do not fit the config: {shorten(problems)}")
     return naming, sorted(sources, key=lambda s: s.order)

@@ -27,7 +27,7 @@ DTYPES = {
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill")
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 
 
@@ -126,7 +126,7 @@ def read_directory(directory: Path) -> dict[str, Entry]:
       ConfigError: for a bad file (`read_header`), pickled weights, an index that names files outside the directory, or
         an index and files that disagree.
     """
-    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLED) if directory.is_dir() else []
+    pickled = sorted(p.name for p in directory.iterdir() if p.suffix.lower() in PICKLED) if directory.is_dir() else []
     if pickled:
         raise ConfigError(f"{directory}: holds {pickled[0]}; pickles can run code and are never opened: name a "
                           "directory with safetensors alone")
