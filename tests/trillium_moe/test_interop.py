@@ -144,6 +144,7 @@ def refused(directory, *words, **how):
     ({"model_type": "llama"}, "model_type"),
     ({"moe_router_activation_func": "softmax"}, "only 'sigmoid'"),
     ({"num_expert_group": 8}, "num_expert_group"),
+    ({"topk_method": "greedy"}, "only 'noaux_tc'"),
     ({"moe_renormalize": 1}, "only True"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
@@ -167,6 +168,15 @@ def refused(directory, *words, **how):
 ])
 def test_configs_that_cannot_be(fields, says, tmp_path):
     refused(checkpoint(tmp_path, **fields), says)
+
+
+@pytest.mark.parametrize("fields, says", [({"model_type": "kimi_k25"}, "model_type='kimi_k25'"),
+                                          ({"tie_word_embeddings": True}, "tie_word_embeddings")])
+def test_what_surrounds_the_text_tower_is_checked_too(fields, says, tmp_path):
+    directory = checkpoint(tmp_path, "kimi_k3_tiny")
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | fields))
+    refused(directory, says)
 
 
 def test_plain_rope_of_transformers_5_is_no_scaling(tmp_path):

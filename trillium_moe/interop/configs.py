@@ -7,6 +7,7 @@ Fields that the architecture depends on are read and checked; those of generatio
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from trillium_moe.interop.safetensors import read_json
 # What only one value of is supported; a missing field counts as that value.
 _ONLY = {
     "moe_router_activation_func": "sigmoid", "moe_renormalize": True, "num_expert_group": 1, "topk_group": 1,
-    "moe_layer_freq": 1, "tie_word_embeddings": False, "num_nextn_predict_layers": 0, "attention_bias": False,
-    "rope_scaling": None,
+    "moe_layer_freq": 1, "topk_method": "noaux_tc", "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
+    "attention_bias": False, "rope_scaling": None,
 }  # fmt: skip
 _VISION_ONLY = {
     "pos_emb_type": "divided_fixed", "pos_emb_interpolation_mode": "bilinear", "norm_type": "rmsnorm",
@@ -97,10 +98,11 @@ def read_config(directory: Path, dtypes: DtypeConfig) -> ModelConfig:
     raw = read_json(path)
     text = raw.get("text_config", raw)
     f = _Fields(str(path), text)
-    check(f.get("model_type", str) == "kimi_linear", f"{path} model_type", raw.get("model_type"),
+    kinds = (raw.get("model_type"), f.get("model_type", str))
+    check(kinds in (("kimi_k3", "kimi_linear"), ("kimi_linear", "kimi_linear")), f"{path} model_type", kinds[0],
           "only Kimi-K3 and Kimi-Linear checkpoints are known")
-    for key, only in _ONLY.items():
-        value = text.get(key, only)
+    for fields, (key, only) in itertools.product((text, raw), _ONLY.items()):
+        value = fields.get(key, only)
         # JSON's true is not 1
         check(value == only and type(value) is type(only), f"{path} {key}", value, f"only {only!r} is supported")
     for key in ("rope_scaling", "rope_parameters"):  # transformers 5 writes a dict where there is no scaling
