@@ -7,6 +7,7 @@ for decoding is most of the time. `serving_weights` cuts the stacks up once, in 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from trillium_moe.model.attn_res import read
 from trillium_moe.model.cache import Cache
 from trillium_moe.model.kda import settled
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import linear, wide
+from trillium_moe.model.params import layer, linear, wide
 from trillium_moe.model.stack import Schedule, Stack
 from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Bool, Float, Int, PyTree, Shaped
@@ -50,8 +51,47 @@ def _graphdefs(config: ModelConfig) -> dict[str, nnx.GraphDef]:
     return defs
 
 
+@functools.cache
+def _packer(config: ModelConfig, kind: str) -> Callable[[nnx.State], nnx.State]:
+    """Packs the variables of one layer of a kind; one program for all layers of the kind."""
+    graphdef = _graphdefs(config)[kind]
+    return jax.jit(lambda variables: _pack(graphdef, variables)[1])
+
+
+def _pack(graphdef, variables):
+    module = nnx.merge(graphdef, variables)
+    if hasattr(module, "pack"):
+        module.pack()
+    return nnx.split(module)
+
+
+@functools.cache
+def _packed_graphdefs(config: ModelConfig) -> dict[str, nnx.GraphDef]:
+    """`_graphdefs` of packed layers."""
+    found = {}
+
+    def trace(params, router_bias):
+        model = nnx.merge(model_def(config)[0], params, router_bias)
+        for name, graphdef in _graphdefs(config).items():
+            if name != "vision":
+                owner, kind = (model.mtp, name[4:]) if name.startswith("mtp_") else (model, name)
+                found[name], _ = _pack(graphdef, layer(nnx.split(getattr(owner, kind))[1], 0))
+
+    jax.eval_shape(trace, *model_def(config)[1:])
+    return found
+
+
+def _module(config: ModelConfig, kind: str, variables: nnx.State) -> nnx.Module:
+    packed = "inner" in variables
+    return nnx.merge((_packed_graphdefs if packed else _graphdefs)(config)[kind], variables)
+
+
 def serving_weights(config: ModelConfig, params: PyTree, router_bias: PyTree) -> Weights:
-    """Weights by layer: matrices in the compute dtype, cut over the mesh in context as layers use them."""
+    """Weights by layer: matrices in the compute dtype, cut over the mesh in context as layers use them.
+
+    Without a mesh, matrices that share their input are packed into one (`pallas_kernels.few_rows`); heads that lie side
+    by side in one matrix could not be cut over devices.
+    """
     mesh = sharding.current_mesh()
     graphdef = model_def(config)[0]
     compute = jnp.dtype(config.dtypes.compute)
@@ -74,7 +114,9 @@ def serving_weights(config: ModelConfig, params: PyTree, router_bias: PyTree) ->
         model = nnx.merge(graphdef, params, router_bias)
         schedule = Schedule.of(config)
         states = {kind: nnx.split(getattr(model, kind))[1] for kind in schedule.kinds}
-        layers = tuple(cut(states[schedule.kinds[k]], i) for k, i in zip(schedule.kind, schedule.index))
+        pack = lambda kind, variables: _packer(config, kind)(variables) if mesh is None else variables
+        names = [schedule.kinds[k] for k in schedule.kind]
+        layers = tuple(pack(kind, cut(states[kind], i)) for kind, i in zip(names, schedule.index))
         if config.residual == "none":
             query = jnp.zeros((schedule.n_sublayers + 1, config.d_model), jnp.float32)
         else:
@@ -83,7 +125,8 @@ def serving_weights(config: ModelConfig, params: PyTree, router_bias: PyTree) ->
         if config.n_mtp:
             names = ("fuse", "hidden_norm", "token_norm", "mixer_norm", "ffn_norm")
             mtp = {name: getattr(model.mtp, name)[...] for name in names}
-            mtp |= {kind: cut(nnx.split(getattr(model.mtp, kind))[1], 0) for kind in ("mla", "moe")}
+            for kind in ("mla", "moe"):
+                mtp[kind] = pack(f"mtp_{kind}", cut(nnx.split(getattr(model.mtp, kind))[1], 0))
         vision = cut(nnx.split(model.vision)[1]) if config.vision.n_layers else None
         return Weights(model.embed[...].astype(compute), model.head[...].astype(compute), model.norm[...],
                        model.sublayer_norm[...], query, layers, vision, mtp)
@@ -134,7 +177,7 @@ def extend(
     """
     pick = lambda tree: tree if rows_S is None else jax.tree.map(lambda x: x[rows_S], tree)
     put = lambda tree, part: part if rows_S is None else jax.tree.map(lambda x, p: x.at[rows_S].set(p), tree, part)
-    schedule, defs = Schedule.of(config), _graphdefs(config)
+    schedule = Schedule.of(config)
     stack, U = Stack(schedule, [], config.norm_eps), schedule.block
     length_S = pick(cache.length)
     mla, kda = list(cache.mla), list(cache.kda)
@@ -151,7 +194,7 @@ def extend(
         x, _ = stack.input_of(
             weights.sublayer_norm[s], weights.query[s], sealed, sealed.shape[0] - 1, live, s % U > 0
         )
-        module = nnx.merge(defs[kind], variables)
+        module = _module(config, kind, variables)
         match kind:
             case "mla":
                 y, mla[i] = module.extend(x, n_S, mla[i], rows_S, length_S)
@@ -194,10 +237,10 @@ def extend_mtp(
     Returns:
       Hidden states whose `logits` predict the token after the next one, and the cache with the layer's latents.
     """
-    m, defs, eps = weights.mtp, _graphdefs(config), config.norm_eps
+    m, eps = weights.mtp, config.norm_eps
     h = rms_norm(rms_norm(h_STD, weights.norm, eps), m["hidden_norm"], eps)
     x = linear(jnp.concatenate([h, rms_norm(embed(config, weights, next_ST), m["token_norm"], eps)], -1), m["fuse"])
-    mixer, ffn = (nnx.merge(defs[f"mtp_{kind}"], m[kind]) for kind in ("mla", "moe"))
+    mixer, ffn = (_module(config, f"mtp_{kind}", m[kind]) for kind in ("mla", "moe"))
     y, latents = mixer.extend(rms_norm(x, m["mixer_norm"], eps), n_S, cache.mtp, rows_S, length_S)
     x = x + y
     return x + ffn.each(rms_norm(x, m["ffn_norm"], eps)), cache._replace(mtp=latents)

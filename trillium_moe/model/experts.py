@@ -57,9 +57,14 @@ def ffn(
         w_gate,
         w_up,
         w_down,
-        activation=Activation(config.activation, float(config.situ_beta), float(config.situ_linear_beta)),
+        activation=activation(config),
         **how,
     )
+
+
+def activation(config: ModelConfig) -> Activation:
+    """The activation the config asks for, as kernels take it."""
+    return Activation(config.activation, float(config.situ_beta), float(config.situ_linear_beta))
 
 
 def mixture(

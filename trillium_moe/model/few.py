@@ -6,6 +6,7 @@ decoding there are better orders of the same sums, none of which drops a token o
     gathered   every (token, choice) pair brings its own expert's weights: k M experts are read
     dense      every expert multiplies every token, and the weights of the choices not taken are zero: E experts are
                read, once each, by batched products
+    fused      as dense, without the experts that no token takes, in two kernels: `pallas_kernels.few_rows`
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import is_hopper
+from pallas_kernels.few_rows import MOST_ROWS
 from pallas_kernels.mxfp4 import Packed
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.ffn import activate
@@ -27,14 +29,26 @@ DENSE_TOKENS = 256
 Weights = tuple[Array | Packed, Array | Packed, Array | Packed]  # w_gate, w_up [E, L, F], w_down [E, F, L]
 
 
-def variant(n_tokens: int, k: int, n_experts: int, gather: bool = True, packed: bool = False) -> str:
-    """gathered, dense or grouped (rows sorted by expert). gather=False where experts are on several devices.
+def fuses(config: ModelConfig) -> bool:
+    """Whether kernels serve these experts on the device that the program is for, if tokens are few."""
+    c, widths = config.moe, (config.moe.expert_dim, config.expert_width)
+    plain = c.experts_format == "dense" and not c.quantise and not c.implementation and not c.router_implementation
+    return plain and is_hopper() and config.dtypes.compute == "bfloat16" and all(width % 64 == 0 for width in widths)
+
+
+def variant(
+    n_tokens: int, k: int, n_experts: int, gather: bool = True, packed: bool = False, fused: bool = False
+) -> str:
+    """fused, gathered, dense or grouped (rows sorted by expert). gather=False where experts are on several devices.
 
     packed: the weights are MXFP4. Dense would unpack all experts of a layer at once, so it is grouped instead, which on
       Hopper GPUs unpacks inside the product, and so is better for the fewest tokens, too.
+    fused: see `fuses`.
     """
     if packed and is_hopper():
         return "grouped"
+    if fused and n_tokens <= MOST_ROWS:
+        return "fused"
     if gather and 2 * n_tokens * k <= n_experts:
         return "gathered"
     return "dense" if n_tokens <= DENSE_TOKENS and not packed else "grouped"

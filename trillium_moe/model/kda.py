@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import few_rows
 from pallas_kernels.kda import log_decay
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.cache import Recurrent
@@ -102,7 +106,8 @@ class KDA(nnx.Module):
             segment_ids=ctx.segment_ids, g_min=self.g_min, implementation=c.implementation or None,
         )  # fmt: skip
         g = jax.lax.stop_gradient(self.log_decay(z))
-        return self.output(x_BTD, o), {"log_decay_mean": g.mean((0, 1)), "log_decay_min": g.min()}
+        y = self.output(o, self.gate_logits(x_BTD), x_BTD.dtype)
+        return y, {"log_decay_mean": g.mean((0, 1)), "log_decay_min": g.min()}
 
     def extend(
         self, x_BTD: Float[Array, "B T D"], n_B: Int[Array, " B"], past: Recurrent, undecided: bool = False
@@ -115,7 +120,7 @@ class KDA(nnx.Module):
         if x_BTD.shape[1] == 1 or undecided:
             return self._steps(x_BTD, n_B, past, undecided)
         c, T = self.config.kda, x_BTD.shape[1]
-        inputs = self._inputs(x_BTD)
+        inputs, z, beta, gate = self._projections(x_BTD)
         window = jnp.concatenate([past.taps, inputs], axis=1)
         if c.conv_size:
             weight = wide(self._conv)
@@ -123,18 +128,17 @@ class KDA(nnx.Module):
             inputs = y.astype(inputs.dtype)
         q, k, v = (jax.nn.silu(y)[:, :, 0] for y in jnp.split(inputs, 3, axis=2))
         real_BT = jnp.arange(T) < n_B[:, None]
-        z = jnp.where(real_BT[..., None, None], self.decay_logits(x_BTD), NOTHING)
-        beta = jnp.where(real_BT[..., None], linear(x_BTD, self.beta), NOTHING)
+        z = jnp.where(real_BT[..., None, None], z, NOTHING)
+        beta = jnp.where(real_BT[..., None], beta, NOTHING)
         o, state = kda_gated(
             q, k, v, z, beta, *self.gate_of_decay,
             initial_state=past.state, g_min=self.g_min, implementation=c.implementation or None,
         )  # fmt: skip
-        return self.output(x_BTD, o), Recurrent(state, _last(window, n_B, past.taps.shape[1]))
+        return self.output(o, gate, x_BTD.dtype), Recurrent(state, _last(window, n_B, past.taps.shape[1]))
 
     def _steps(self, x_BTD, n_B, past: Recurrent, undecided: bool) -> tuple[Array, Recurrent]:
         """`extend`, one token after the other."""
-        inputs = self._inputs(x_BTD)
-        tokens = inputs, self.decay_logits(x_BTD), linear(x_BTD, self.beta), self.gate_logits(x_BTD)
+        inputs, *_ = tokens = self._projections(x_BTD)
         a_log, dt_bias = self.gate_of_decay
         out, states, taps = [], [past.state], past.taps
         for t in range(x_BTD.shape[1]):
@@ -150,22 +154,55 @@ class KDA(nnx.Module):
             return y, Recurrent(states[-1], taps)
         return y, Recurrent(jnp.stack(states, axis=1), jnp.concatenate([past.taps, inputs], axis=1))
 
-    def _inputs(self, x_BTD) -> Float[Array, "B T 3 H K"]:
-        """What the convolutions of q, k and v take."""
-        return jnp.stack([_heads(x_BTD, getattr(self, name)) for name in "qkv"], axis=2)
+    def pack(self) -> None:
+        """For generation on one device: one matrix for all that multiplies x (`pallas_kernels.few_rows`)."""
+        c, D, dtype = self.config.kda, self.config.d_model, self.config.dtypes.compute
+        flat = lambda name: getattr(self, name)[...].reshape(getattr(self, name).shape[0], -1)
+        gate = {"full": ["gate"], "low_rank": ["gate_down"]}.get(c.gate, [])
+        qkv = jnp.concatenate([flat(name) for name in "qkv"], axis=1)
+        self.inner = nnx.Param(few_rows.pack([qkv, *map(flat, ("decay_down", "beta", *gate))], dtype))
+        ups = ["decay_up", *(["gate_up"] if c.gate == "low_rank" else [])]
+        for name in ups:
+            setattr(self, f"packed_{name}", nnx.Param(few_rows.pack([flat(name)], dtype)))
+        self.packed_out = nnx.Param(few_rows.pack([self.out[...].reshape(-1, D)], dtype))
+        if c.conv_size:
+            self.packed_conv = nnx.Param(jnp.moveaxis(self._conv, -1, 0))
+        convs = [f"{name}_conv" for name in "qkv"] if c.conv_size else []
+        for name in (*"qkv", "decay_down", "beta", *gate, *ups, "out", *convs):
+            delattr(self, name)
+
+    def _projections(self, x_BTD) -> tuple[Array, Array, Array, Array | None]:
+        """What the convolutions take [B, T, 3, H, K], and the logits of decay, step size [B, T, H] and output gate."""
+        if not hasattr(self, "inner"):
+            inputs = jnp.stack([_heads(x_BTD, getattr(self, name)) for name in "qkv"], axis=2)
+            return inputs, self.decay_logits(x_BTD), linear(x_BTD, self.beta), self.gate_logits(x_BTD)
+        c, (B, T, D) = self.config.kda, x_BTD.shape
+        H, K = c.n_heads, c.head_dim
+        heads = lambda x, *of: x.reshape(B, T, *of, H, x.shape[-1] // H // math.prod(of))
+        gate_size = {"full": [H * K], "low_rank": [c.gate_rank or K]}.get(c.gate, [])
+        sizes = (3 * H * K, self.packed_decay_up.shape[1], H, *gate_size)
+        qkv, down, beta, *gate = few_rows.linear(x_BTD.reshape(-1, D), self.inner[...], sizes)
+        decays = H * (K if c.decay_per == "channel" else 1)
+        (z,) = few_rows.linear(down, self.packed_decay_up[...], (decays,), (wide(down).dtype,))
+        if c.gate == "low_rank":
+            gate = few_rows.linear(*gate, self.packed_gate_up[...], (H * K,))
+        return heads(qkv, 3), self._in_channels(heads(z)), beta.reshape(B, T, H), heads(*gate) if gate else None
 
     @property
     def _conv(self) -> Float[Array, "3 H K C"] | None:
         if not self.config.kda.conv_size:
             return None
+        if hasattr(self, "packed_conv"):
+            return jnp.moveaxis(self.packed_conv[...], 0, -1)
         return jnp.stack([getattr(self, f"{name}_conv")[...] for name in "qkv"])
 
-    def output(self, x_BTD: Float[Array, "B T D"], o_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+    def output(
+        self, o_BTHK: Float[Array, "B T H K"], gate_BTHK: Float[Array, "B T H K"] | None, dtype: Any
+    ) -> Float[Array, "B T D"]:
         """Norm of every head, gate, output projection."""
         o = rms_norm(o_BTHK, self.out_norm[...], self.config.norm_eps)
-        gate = self.gate_logits(x_BTD)
-        if gate is not None:
-            o = (wide(o) * jax.nn.sigmoid(wide(gate))).astype(x_BTD.dtype)
+        if gate_BTHK is not None:
+            o = (wide(o) * jax.nn.sigmoid(wide(gate_BTHK))).astype(dtype)
         return self.project(o)
 
     def gate_logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"] | None:
@@ -176,6 +213,9 @@ class KDA(nnx.Module):
         return _heads(linear(x_BTD, self.gate_down), self.gate_up) if c.gate == "low_rank" else _heads(x_BTD, self.gate)
 
     def project(self, o_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+        if hasattr(self, "packed_out"):
+            B, T, D = *o_BTHK.shape[:2], self.config.d_model
+            return few_rows.linear(o_BTHK.reshape(B * T, -1), self.packed_out[...], (D,))[0].reshape(B, T, D)
         return jnp.einsum("bthk,hkd->btd", o_BTHK, self.out.astype(o_BTHK.dtype))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import few_rows
 from pallas_kernels.attention.cached import cached_attention
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.cache import Latents
@@ -68,7 +71,7 @@ class MLA(nnx.Module):
             q, latent, k_rope, self.k_up.astype(q.dtype), self.v_up.astype(q.dtype),
             scale=self.scale, segment_ids=ctx.segment_ids, implementation=c.implementation or None,
         )  # fmt: skip
-        return self.output(x_BTD, o), {"max_logit": max_logit}
+        return self.output(o, self.gate_logits(x_BTD), x_BTD.dtype), {"max_logit": max_logit}
 
     def extend(
         self, x_BTD: Float[Array, "B T D"], n_B: Int[Array, " B"], past: Latents, rows: Array | None, length_B: Array
@@ -77,16 +80,45 @@ class MLA(nnx.Module):
         B, T, _ = x_BTD.shape
         R = self.config.mla.kv_lora_rank
         at = length_B[:, None] + jnp.arange(T)
-        new = jnp.concatenate(self.latents(x_BTD, at), axis=-1)
+        q, latents, gate = self._projections(x_BTD, at)
+        new = jnp.concatenate(latents, axis=-1)
         # a token that is not there gets a position of its own past the end, where writing does nothing
         place = jnp.where(jnp.arange(T) < n_B[:, None], at, past.values.shape[1] + jnp.arange(T))
         past = past.write(rows, place, new, R)
-        q = self.queries(x_BTD, at)
         o = cached_attention(
             q, at, lambda start, size: past.read(rows, start, size, q.dtype, R), past.values.shape[1],
             (length_B + n_B).max(), self.k_up.astype(q.dtype), self.v_up.astype(q.dtype), scale=self.scale,
         )  # fmt: skip
-        return self.output(x_BTD, o), past
+        return self.output(o, gate, x_BTD.dtype), past
+
+    def pack(self) -> None:
+        """For generation on one device: one matrix for all that multiplies x (`pallas_kernels.few_rows`)."""
+        c, D, dtype = self.config.mla, self.config.d_model, self.config.dtypes.compute
+        flat = lambda name: getattr(self, name)[...].reshape(getattr(self, name).shape[0], -1)
+        names = ["q_down" if c.q_lora_rank else "q", "kv_down", *(["gate"] if c.gate == "full" else [])]
+        self.inner = nnx.Param(few_rows.pack(list(map(flat, names)), dtype))
+        self.packed_out = nnx.Param(few_rows.pack([self.out[...].reshape(-1, D)], dtype))
+        if c.q_lora_rank:
+            self.packed_q_up = nnx.Param(few_rows.pack([flat("q_up")], dtype))
+            names.append("q_up")
+        for name in (*names, "out"):
+            delattr(self, name)
+
+    def _projections(self, x_BTD, at_BT) -> tuple[Array, tuple[Array, Array], Array | None]:
+        """Queries, what is kept of the tokens, and the gate's logits."""
+        if not hasattr(self, "inner"):
+            return self.queries(x_BTD, at_BT), self.latents(x_BTD, at_BT), self.gate_logits(x_BTD)
+        c, (B, T, D) = self.config.mla, x_BTD.shape
+        q_size = c.n_heads * (c.nope_dim + c.rope_dim)
+        sizes = [c.q_lora_rank or q_size, c.kv_lora_rank + c.rope_dim]
+        sizes += [c.n_heads * c.v_dim] if c.gate == "full" else []
+        q, kept, *gate = few_rows.linear(x_BTD.reshape(-1, D), self.inner[...], tuple(sizes))
+        if c.q_lora_rank:
+            up, norm = self.packed_q_up[...], {"norm_I": self.q_norm[...], "norm_eps": LORA_EPS}
+            (q,) = few_rows.linear(q, up, (q_size,), **norm)
+        q = self._placed(q.reshape(B, T, c.n_heads, -1), at_BT)
+        gate = gate[0].reshape(B, T, c.n_heads, -1) if gate else None
+        return q, self._kept(kept.reshape(B, T, -1), at_BT), gate
 
     @property
     def scale(self) -> float:
@@ -99,6 +131,11 @@ class MLA(nnx.Module):
             q = _heads(rms_norm(linear(x_BTD, self.q_down), self.q_norm[...], LORA_EPS), self.q_up)
         else:
             q = _heads(x_BTD, self.q)
+        return self._placed(q, at_BT)
+
+    def _placed(self, q: Float[Array, "B T H K"], at_BT: Int[Array, "B T"] | None) -> Float[Array, "B T H K"]:
+        """Queries at their positions."""
+        c = self.config.mla
         if c.position == "rope":
             q_nope, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
             q = jnp.concatenate([q_nope, rotate(q_rope, at_BT, c.rope_theta)], axis=-1)
@@ -108,18 +145,30 @@ class MLA(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], at_BT: Int[Array, "B T"] | None
     ) -> tuple[Float[Array, "B T R"], Float[Array, "B T P"]]:
         """What is kept of a token: its normed latent, and one key part, shared by all heads and not normed."""
+        return self._kept(linear(x_BTD, self.kv_down), at_BT)
+
+    def _kept(self, kv_BTX, at_BT):
         c = self.config.mla
-        latent, k_rope = jnp.split(linear(x_BTD, self.kv_down), [c.kv_lora_rank], axis=-1)
+        latent, k_rope = jnp.split(kv_BTX, [c.kv_lora_rank], axis=-1)
         latent = rms_norm(latent, self.kv_norm[...], LORA_EPS)
         if c.position == "rope":
             k_rope = rotate(k_rope[:, :, None], at_BT, c.rope_theta)[:, :, 0]
         return latent, k_rope
 
-    def output(self, x_BTD: Float[Array, "B T D"], o_BTHV: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
+    def gate_logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H V"] | None:
+        """Of the output gate; None: there is none."""
+        return _heads(x_BTD, self.gate) if self.config.mla.gate == "full" else None
+
+    def output(
+        self, o_BTHV: Float[Array, "B T H V"], gate_BTHV: Float[Array, "B T H V"] | None, dtype: Any
+    ) -> Float[Array, "B T D"]:
         """Gate and output projection."""
-        if self.config.mla.gate == "full":
-            o_BTHV = o_BTHV * jax.nn.sigmoid(wide(_heads(x_BTD, self.gate)))
-        o_BTHV = o_BTHV.astype(x_BTD.dtype)
+        if gate_BTHV is not None:
+            o_BTHV = o_BTHV * jax.nn.sigmoid(wide(gate_BTHV))
+        o_BTHV = o_BTHV.astype(dtype)
+        if hasattr(self, "packed_out"):
+            B, T, D = *o_BTHV.shape[:2], self.config.d_model
+            return few_rows.linear(o_BTHV.reshape(B * T, -1), self.packed_out[...], (D,))[0].reshape(B, T, D)
         return jnp.einsum("bthv,hvd->btd", o_BTHV, self.out.astype(o_BTHV.dtype))
 
 

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import few_rows
 from pallas_kernels.mxfp4 import GROUP, Packed
 from pallas_kernels.router import router as route
 from trillium_moe.config import ModelConfig
 from trillium_moe.model import few, router
 from trillium_moe.model.context import Context
-from trillium_moe.model.experts import Matrices, alignment, ffn
-from trillium_moe.model.ffn import DenseFFN
+from trillium_moe.model.experts import Matrices, activation, alignment, ffn
+from trillium_moe.model.ffn import DenseFFN, activate
 from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import RouterBias, linear, normal, ones, param, wide, zeros
 from trillium_moe.model.permute import dispatch, plan
@@ -51,10 +52,14 @@ class MoE(nnx.Module):
         if c.n_shared:
             self.shared = DenseFFN(config, c.n_shared * F, rngs=rngs)
 
-    def scores(self, x_MD: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
-        """sigmoid(x W), float32 throughout: near-tie experts flip when a TPU runs this dot in one bfloat16 pass."""
+    def logits(self, x_MD: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
+        """x W, float32 throughout: near-tie experts flip when a TPU runs this dot in one bfloat16 pass."""
         x = wide(x_MD)
-        return jax.nn.sigmoid(jnp.dot(x, self.router.astype(x.dtype), precision=jax.lax.Precision.HIGHEST))
+        return jnp.dot(x, self.router.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
+
+    def scores(self, x_MD: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
+        """What selects and weighs experts, at least float32."""
+        return jax.nn.sigmoid(self.logits(x_MD))
 
     def weights(self) -> tuple[Matrices, Matrices, Matrices]:
         """w_gate, w_up [E, L, F] and w_down [E, F, L], as the config has them multiplied: packed or quantised, too."""
@@ -99,12 +104,15 @@ class MoE(nnx.Module):
         c, (B, T, D) = self.config.moe, x_BTD.shape
         where = layout(B, T)
         # experts cut over devices stay where they are: every device runs its own for all tokens
-        how = few.variant(B * T, c.k, c.n_experts, gather=where is None,
-                          packed=c.experts_format == "mxfp4")
+        how = few.variant(B * T, c.k, c.n_experts, gather=where is None, packed=c.experts_format == "mxfp4",
+                          fused=hasattr(self, "inner") and few.fuses(self.config))
         x = x_BTD if where and how == "grouped" else x_BTD.reshape(-1, D)
-        scores, bias = self.scores(x), self.bias[...]
-        z = linear(x, self.down) if c.latent_dim else x
-        if how == "grouped":
+        z, logits, hidden = self._projections(x)
+        bias, scores = self.bias[...], jax.nn.sigmoid(logits)
+        if how == "fused":
+            p_EM = few_rows.route(logits, bias, k=c.k, scale=float(c.routed_scale))
+            u = few_rows.experts(z, p_EM, *self.weights(), activation=activation(self.config))
+        elif how == "grouped":
             plain = dataclasses.replace(c, balancing="none", capacity=0.0)  # without statistics, with room for all
             experts, p, _, _ = expert.route(where, plain, scores, bias, jnp.ones(x.shape[:-1], bool))
             u, _ = expert.mix(where, dataclasses.replace(self.config, moe=plain), z, experts, p, self.weights())
@@ -113,7 +121,47 @@ class MoE(nnx.Module):
             implementation = "xla" if where else c.router_implementation or None
             found = route(scores, bias, k=c.k, scale=c.routed_scale, implementation=implementation)
             u = getattr(few, how)(self.config, z, found.weights_MK, found.experts_MK, self.weights())
-        return self.output(x, u).reshape(x_BTD.shape)
+        y = self._packed_output(u, hidden, x.dtype) if hasattr(self, "inner") else self.output(x, u)
+        return y.reshape(x_BTD.shape)
+
+    def pack(self) -> None:
+        """For generation on one device: one matrix for all that multiplies x (`pallas_kernels.few_rows`), one for what
+        leads back to the model's width."""
+        c, dtype = self.config.moe, self.config.dtypes.compute
+        latent = ["down", "up"] if c.latent_dim else []
+        inner = [getattr(self, name)[...] for name in latent[:1]]
+        outer = [getattr(self, name)[...] for name in latent[1:]]
+        if c.n_shared:
+            inner += [self.shared.gate[...], self.shared.up[...]]
+            outer.append(self.shared.down[...])
+        inner.append(few_rows.exact(self.router[...], dtype))
+        self.inner = nnx.Param(few_rows.pack(inner, dtype))
+        if outer:
+            self.outer = nnx.Param(few_rows.pack([jnp.concatenate(outer)], dtype))
+        for name in (*latent, *(["shared"] if c.n_shared else []), "router"):
+            delattr(self, name)
+
+    def _projections(self, x) -> tuple[Array, Array, Array | None]:
+        """What experts take, router logits, and (packed only) the shared experts' activations."""
+        c, M = self.config.moe, x.shape[0]
+        if not hasattr(self, "inner"):
+            return linear(x, self.down) if c.latent_dim else x, self.logits(x), None
+        E, parts = c.n_experts, few_rows.exact_parts(x.dtype)
+        sizes = [c.latent_dim] if c.latent_dim else []
+        sizes += [c.n_shared * c.expert_dim] * 2 if c.n_shared else []
+        dtypes = (*[x.dtype] * len(sizes), wide(x).dtype)
+        *rest, logits = few_rows.linear(x, self.inner[...], (*sizes, parts * E), dtypes)
+        z = rest.pop(0) if c.latent_dim else x
+        hidden = activate(self.config, *rest) if c.n_shared else jnp.zeros((M, 0), x.dtype)
+        return z, logits.reshape(M, parts, E).sum(1), hidden
+
+    def _packed_output(self, u, hidden, dtype):
+        """`output` of packed weights."""
+        c, D, u = self.config.moe, self.config.d_model, u.astype(dtype)
+        if not c.latent_dim:
+            return u + few_rows.linear(hidden, self.outer[...], (D,))[0] if c.n_shared else u
+        u = rms_norm(u, self.norm[...], self.config.norm_eps) if c.latent_norm else u
+        return few_rows.linear(jnp.concatenate([u, hidden], axis=-1), self.outer[...], (D,))[0]
 
     def output(self, x: Float[Array, "*b D"], u: Float[Array, "*b L"]) -> Float[Array, "*b D"]:
         """Mixed experts back in the model's width, and the shared ones."""

@@ -1,0 +1,231 @@
+"""The ops for few rows on GPUs: Pallas-Triton kernels that read every weight once.
+
+    linear      a program per 16 or 32 columns, which reads all of x; no sum is split, so none is added up afterwards
+    route       a warp per row
+    experts     two kernels: activations (a program per expert and some hidden channels), and the way back (a program
+                per group of experts and some channels; groups are added up by whoever reads the result)
+
+Groups of experts are fixed, so that no row's sums depend on what other rows take.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.dispatch import is_hopper
+
+MOST_ROWS = 64
+GROUPS = 32  # of experts
+
+bf16, f32 = jnp.bfloat16, jnp.float32
+
+
+def _check(x, *weights):
+    if x.dtype != bf16 or any(w.dtype != bf16 for w in weights):
+        raise NotImplementedError(f"rows are {x.dtype}, weights {[str(w.dtype) for w in weights]}; bfloat16 is needed")
+    if x.shape[0] > MOST_ROWS:
+        raise NotImplementedError(f"{x.shape[0]} rows; at most {MOST_ROWS} are supported")
+    if not is_hopper():
+        raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
+
+
+def _tile(M: int) -> int:
+    """Rows that products of M rows are made with."""
+    return max(16, pl.next_power_of_2(M))
+
+
+def _rows(ref, rows, columns, M):
+    """Some columns of all rows of a tile; zeros below the last."""
+    return plgpu.load(ref.at[rows[:, None], columns[None]], mask=(rows < M)[:, None], other=0.0)
+
+
+def _dot(a, b, contract=(1, 0)):
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=f32)
+
+
+# --- linear
+
+
+def linear(x_MI, w_OI, sizes, dtypes, norm_I, norm_eps, align, *, block=128, columns=0, warps=4, stages=5):
+    """`api.linear`.
+
+    Raises:
+      NotImplementedError: anything but bfloat16, inputs of a multiple of 64, at most 64 rows, on a Hopper GPU.
+    """
+    _check(x_MI, w_OI)
+    M, I = x_MI.shape
+    O, block = w_OI.shape[0], min(block, I & -I)
+    if block < 64:
+        raise NotImplementedError(f"I={I}; a multiple of 64 is supported")
+    columns = columns or (32 if O > 16 * 132 else 16)
+    body = functools.partial(_linear, M, _tile(M), I, block, columns, sizes, norm_eps, align)
+    args = (x_MI, w_OI) if norm_I is None else (x_MI, w_OI, norm_I.astype(f32))
+    return tuple(pl.pallas_call(
+        lambda *refs: body(*refs[: len(args)], *[None] * (3 - len(args)), outs=refs[len(args) :]),
+        grid=(O // columns,),
+        out_shape=[jax.ShapeDtypeStruct((M, size), dtype) for size, dtype in zip(sizes, dtypes)],
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        name="few_rows_linear",
+    )(*args))
+
+
+def _linear(M, tile, I, block, columns, sizes, norm_eps, align, x_ref, w_ref, norm_ref, outs):
+    n, rows = pl.program_id(0), jnp.arange(tile)
+    own = pl.ds(n * columns, columns)
+    if norm_ref is not None:
+
+        def squares(i, total):
+            x = _rows(x_ref, rows, i * block + jnp.arange(block), M).astype(f32)
+            return total + jnp.sum(x * x, axis=1)
+
+        rate = jax.lax.rsqrt(jax.lax.fori_loop(0, I // block, squares, jnp.zeros(tile, f32)) / I + norm_eps)
+
+    def step(i, acc):
+        k = i * block + jnp.arange(block)
+        x = _rows(x_ref, rows, k, M)
+        if norm_ref is not None:
+            x = (x.astype(f32) * rate[:, None]).astype(bf16)
+            x = (x.astype(f32) * plgpu.load(norm_ref.at[k]).astype(bf16).astype(f32)).astype(bf16)
+        return acc + _dot(x, plgpu.load(w_ref.at[own, pl.ds(i * block, block)]), (1, 1))
+
+    acc = jax.lax.fori_loop(0, I // block, step, jnp.zeros((tile, columns), f32))
+    start = 0
+    for out, size in zip(outs, sizes):
+        at = n * columns - start + jnp.arange(columns)
+
+        @pl.when((n * columns >= start) & (n * columns < start + size))
+        def _(out=out, size=size, at=at):
+            mask = (rows < M)[:, None] & (at < size)[None]
+            plgpu.store(out.at[rows[:, None], at[None]], acc.astype(out.dtype), mask=mask)
+
+        start += size + -size % align
+
+
+# --- route
+
+
+def route(logits_ME, bias_E, k, scale):
+    """`api.route`.
+
+    Raises:
+      NotImplementedError: anything but float32, at most 64 rows, on a Hopper GPU.
+    """
+    M, E = logits_ME.shape
+    if logits_ME.dtype != f32:
+        raise NotImplementedError(f"logits are {logits_ME.dtype}; float32 is supported")
+    if M > MOST_ROWS or not is_hopper():
+        raise NotImplementedError(f"at most {MOST_ROWS} rows, on a GPU of compute capability 9.0, are supported")
+    return pl.pallas_call(
+        functools.partial(_route, E, k, scale),
+        grid=(M,),
+        out_shape=jax.ShapeDtypeStruct((E, M), f32),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        name="few_rows_route",
+    )(logits_ME, bias_E)
+
+
+def _route(E, k, scale, logits_ref, bias_ref, p_ref):
+    m, e = pl.program_id(0), jnp.arange(pl.next_power_of_2(E))
+    load = lambda ref: plgpu.load(ref, mask=e < E, other=0.0)
+    score = 1.0 / (1.0 + jnp.exp(-load(logits_ref.at[m, e])))
+    left = jnp.where(e < E, score + load(bias_ref.at[e]), -jnp.inf)
+    taken = e < 0
+
+    def take(_, carry):
+        left, taken = carry
+        first = jnp.min(jnp.where(left == jnp.max(left), e, E))  # ties to the lower index
+        return jnp.where(e == first, -jnp.inf, left), taken | (e == first)
+
+    for _ in range(k):
+        left, taken = take(_, (left, taken))
+    chosen = jnp.where(taken, score, 0.0)
+    plgpu.store(p_ref.at[e, m], scale * chosen / (jnp.sum(chosen) + 1e-20), mask=e < E)
+
+
+# --- experts
+
+
+def experts(z_ML, p_EM, w_gate_ELF, w_up_ELF, w_down_EFL, activation, *, block=64, channels=64, warps=4, stages=4):
+    """`api.experts`.
+
+    Raises:
+      NotImplementedError: anything but bfloat16, widths that are multiples of 64, at most 64 rows, on a Hopper GPU.
+    """
+    _check(z_ML, w_gate_ELF, w_up_ELF, w_down_EFL)
+    (M, L), (E, _, F) = z_ML.shape, w_gate_ELF.shape
+    if L % 64 or F % 64:
+        raise NotImplementedError(f"L={L}, F={F}; multiples of 64 are supported")
+    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    hidden_EMF = pl.pallas_call(
+        functools.partial(_activations, M, _tile(M), L, block, channels, activation),
+        grid=(F // channels, E),
+        out_shape=jax.ShapeDtypeStruct((E, M, F), bf16),
+        compiler_params=params,
+        name="few_rows_experts_in",
+    )(z_ML, p_EM, w_gate_ELF, w_up_ELF)
+    some = pl.cdiv(E, GROUPS)
+    return pl.pallas_call(
+        functools.partial(_back, M, _tile(M), E, F, block, channels, some),
+        grid=(L // channels, pl.cdiv(E, some)),
+        out_shape=jax.ShapeDtypeStruct((pl.cdiv(E, some), M, L), f32),
+        compiler_params=params,
+        name="few_rows_experts_out",
+    )(hidden_EMF, p_EM, w_down_EFL).sum(0)
+
+
+def _tanh(x):
+    return 2.0 / (1.0 + jnp.exp(-2.0 * x)) - 1.0
+
+
+def _sigmoid(x):
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def _activations(M, tile, L, block, channels, activation, z_ref, p_ref, gate_ref, up_ref, hidden_ref):
+    f, e, rows = pl.program_id(0), pl.program_id(1), jnp.arange(tile)
+    own = pl.ds(f * channels, channels)
+    p = plgpu.load(p_ref.at[e, rows], mask=rows < M, other=0.0)
+
+    @pl.when(jnp.max(p) > 0.0)
+    def _():
+        def step(i, carry):
+            k = pl.ds(i * block, block)
+            z = _rows(z_ref, rows, i * block + jnp.arange(block), M)
+            return tuple(acc + _dot(z, plgpu.load(w.at[e, k, own])) for acc, w in zip(carry, (gate_ref, up_ref)))
+
+        zero = jnp.zeros((tile, channels), f32)
+        gate, up = jax.lax.fori_loop(0, L // block, step, (zero, zero))
+        # products are rounded as they are where others make them
+        hidden = activation(*(x.astype(bf16).astype(f32) for x in (gate, up)), tanh=_tanh, sigmoid=_sigmoid)
+        at = f * channels + jnp.arange(channels)
+        weighed = (p[:, None] * hidden).astype(bf16)
+        plgpu.store(hidden_ref.at[e, rows[:, None], at[None]], weighed, mask=(rows < M)[:, None])
+
+
+def _back(M, tile, E, F, block, channels, some, hidden_ref, p_ref, down_ref, out_ref):
+    l, group, rows = pl.program_id(0), pl.program_id(1), jnp.arange(tile)
+    own, steps = pl.ds(l * channels, channels), F // block
+    # the group's experts that some row takes, by rank
+    slot = jnp.arange(pl.next_power_of_2(some))
+    e = group * some + slot
+    there = (slot < some) & (e < E)
+    p = plgpu.load(p_ref.at[e[:, None], rows[None]], mask=there[:, None] & (rows < M)[None], other=0.0)
+    active = jnp.max(p, axis=1) > 0.0
+    before = slot[None] < slot[:, None]
+    rank = jnp.sum(jnp.where(before, active.astype(jnp.int32)[None], 0), axis=1)
+
+    def step(i, acc):
+        nth, part = jax.lax.div(i, jnp.int32(steps)), jax.lax.rem(i, jnp.int32(steps))
+        at = group * some + jnp.sum(jnp.where(active & (rank == nth), slot, 0))
+        k = part * block + jnp.arange(block)
+        hidden = plgpu.load(hidden_ref.at[at, rows[:, None], k[None]], mask=(rows < M)[:, None], other=0.0)
+        return acc + _dot(hidden, plgpu.load(down_ref.at[at, pl.ds(part * block, block), own]))
+
+    total = jnp.sum(active.astype(jnp.int32)) * steps
+    acc = jax.lax.fori_loop(0, total, step, jnp.zeros((tile, channels), f32))
+    at = l * channels + jnp.arange(channels)
+    plgpu.store(out_ref.at[group, rows[:, None], at[None]], acc, mask=(rows < M)[:, None])

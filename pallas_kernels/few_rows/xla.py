@@ -1,0 +1,42 @@
+"""The ops for few rows as XLA products."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.router import router
+
+
+def linear(x_MI, w_OI, sizes, dtypes, norm_I, norm_eps, align):
+    """`api.linear`."""
+    if norm_I is not None:
+        x = x_MI.astype(jnp.promote_types(x_MI.dtype, jnp.float32))
+        x = (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm_eps)).astype(x_MI.dtype)
+        x_MI = x * norm_I.astype(x.dtype)
+    # one product per run of results of one dtype
+    out, at = [], 0
+    for dtype, run in itertools.groupby(zip(sizes, dtypes), key=lambda part: part[1]):
+        run = [size for size, _ in run]
+        starts = list(itertools.accumulate([size + -size % align for size in run], initial=0))
+        w = w_OI[at : at + starts[-1]]
+        y = jnp.einsum("mi,oi->mo", x_MI, w, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST)
+        out += [y[:, start : start + size] for start, size in zip(starts, run)]
+        at += starts[-1]
+    return tuple(out)
+
+
+def route(logits_ME, bias_E, k, scale):
+    """`api.route`."""
+    E = bias_E.shape[0]
+    found = router(jax.nn.sigmoid(logits_ME), bias_E, k=k, scale=scale, implementation="xla")
+    taken_KEM = found.experts_MK.T[:, None] == jnp.arange(E)[:, None]
+    return (found.weights_MK.T[:, None] * taken_KEM).sum(0)
+
+
+def experts(z_ML, p_EM, w_gate_ELF, w_up_ELF, w_down_EFL, activation):
+    """`api.experts`: every expert for every row."""
+    wide = jnp.promote_types(z_ML.dtype, jnp.float32)
+    gate, up = (jnp.einsum("ml,elf->emf", z_ML, w).astype(wide) for w in (w_gate_ELF, w_up_ELF))
+    hidden = (p_EM[..., None] * activation(gate, up)).astype(z_ML.dtype)
+    return jnp.einsum("emf,efl->ml", hidden, w_down_EFL, preferred_element_type=wide)
