@@ -203,7 +203,7 @@ def main(argv=None):
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 131072, 1 << 20])
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--limit", type=float, default=20.0, help="seconds of prefill beyond which chunks are sampled")
-    parser.add_argument("--trace", action="store_true", help="print the first two programs' kernels by time")
+    parser.add_argument("--trace", type=int, default=0, help="print kernels by time of this many of the programs")
     parser.add_argument("--kda", action="store_true", help="also the KDA layers alone, by context")
     args = parser.parse_args(argv)
     config = dataclasses.replace(SCALES[args.scale](), scan_layers=False)
@@ -224,23 +224,30 @@ def main(argv=None):
         decodings(config, weights, [(32, context) for context in args.context], settings, "kda layers alone", False)
 
 
-def decodings(config, weights, shapes, settings, label, trace):
-    """Compiles the first, times it, compiles the others at once, times them."""
-    with ThreadPoolExecutor(8) as pool:
-        compiled = {}
-        for i, shape in enumerate(shapes):
-            try:
-                if i == 0:
-                    compiled[shape] = compile_decode(config, weights, *shape, *settings)
-                elif i == 1:
-                    jobs = {s: pool.submit(compile_decode, config, weights, *s, *settings) for s in shapes[1:]}
-                    wait(jobs.values())
-                if i:
-                    compiled[shape] = jobs[shape].result()
-                row = time_decode(config, weights, compiled[shape], *shape, *settings, trace and i < 2)
-            except (ConfigError, jax.errors.JaxRuntimeError) as error:
-                row = {"batch": shape[0], "context": shape[1], "error": str(error).split("\n")[0][:200]}
-            print(label, json.dumps(row), flush=True)
+def fits(config: ModelConfig, batch: int, context: int, latents: str) -> str:
+    """Empty, or why the cache of a cell has no room."""
+    try:
+        check_memory(abstract_cache(config, batch, context + 64, latents), jax.devices()[0])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def decodings(config, weights, shapes, settings, label, traced):
+    """Compiles all cells side by side, then times one after the other."""
+    refused = {shape: reason for shape in shapes if (reason := fits(config, *shape, settings[1]))}
+    with ThreadPoolExecutor(16) as pool:
+        jobs = {s: pool.submit(compile_decode, config, weights, *s, *settings) for s in shapes if s not in refused}
+        wait(jobs.values())
+    for i, shape in enumerate(shapes):
+        row = {"batch": shape[0], "context": shape[1]}
+        try:
+            if shape in refused:
+                raise ConfigError(refused[shape])
+            row = time_decode(config, weights, jobs[shape].result(), *shape, *settings, i < traced)
+        except (ConfigError, jax.errors.JaxRuntimeError) as error:
+            row["error"] = str(error).split("\n")[0][:200]
+        print(label, json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

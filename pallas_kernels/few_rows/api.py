@@ -81,8 +81,25 @@ def linear(
     )
 
 
+def heads(
+    x_MHI: Float[Array, "M H X"],
+    w_HOI: Float[Array, "H O I"],
+    gate_MHO: Float[Array, "M H O"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "M H O"]:
+    """Products of every head of x with a matrix of its own, in x' dtype, times the sigmoid of `gate`'s logits.
+
+    Args:
+      x_MHI: may be wider than the I columns that are used, the first.
+      implementation: see `pallas_kernels.dispatch`.
+    """
+    implementations = {"xla": xla.heads, "pallas_gpu": pallas_gpu.heads}
+    return dispatch("few_rows.heads", implementations, implementation, x_MHI, w_HOI, gate_MHO)
+
+
 def route(
-    logits_ME: Float[Array, "M E"],
+    logits_MX: Float[Array, "M X"],
     bias_E: Float[Array, " E"],
     *,
     k: int,
@@ -92,11 +109,11 @@ def route(
     """Weight of every expert for every row: those of `pallas_kernels.router` (sigmoid=True), zero where not chosen.
 
     Args:
-      logits_ME: float32 (or float64).
+      logits_MX: float32 (or float64); several numbers per expert, E apart, are added up (products with `exact`).
       bias_E, k, scale, implementation: see `pallas_kernels.router.router`.
     """
     implementations = {"xla": xla.route, "pallas_gpu": pallas_gpu.route}
-    return dispatch("few_rows.route", implementations, implementation, logits_ME, bias_E, k, scale)
+    return dispatch("few_rows.route", implementations, implementation, logits_MX, bias_E, k, scale)
 
 
 def experts(

@@ -105,43 +105,80 @@ def _linear(M, tile, I, block, columns, sizes, norm_eps, align, x_ref, w_ref, no
         start += size + -size % align
 
 
+# --- heads
+
+
+def heads(x_MHI, w_HOI, gate_MHO, *, columns=32, warps=4, stages=4):
+    """`api.heads`.
+
+    Raises:
+      NotImplementedError: anything but bfloat16, sizes that are multiples of 64, at most 64 rows, on a Hopper GPU.
+    """
+    _check(x_MHI, w_HOI)
+    M, (H, O, I) = x_MHI.shape[0], w_HOI.shape
+    if I % 64 or O % 64:
+        raise NotImplementedError(f"I={I}, O={O}; multiples of 64 are supported")
+    args = (x_MHI, w_HOI) if gate_MHO is None else (x_MHI, w_HOI, gate_MHO)
+    body = functools.partial(_heads, M, _tile(M), I, columns)
+    return pl.pallas_call(
+        lambda *refs: body(*refs[: len(args)], *[None] * (3 - len(args)), refs[-1]),
+        grid=(O // columns, H),
+        out_shape=jax.ShapeDtypeStruct((M, H, O), x_MHI.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        name="few_rows_heads",
+    )(*args)
+
+
+def _heads(M, tile, I, columns, x_ref, w_ref, gate_ref, out_ref):
+    h, rows, block = pl.program_id(1), jnp.arange(tile), 64
+    at = pl.program_id(0) * columns + jnp.arange(columns)
+    mask = (rows < M)[:, None]
+
+    def step(i, acc):
+        k = i * block + jnp.arange(block)
+        x = plgpu.load(x_ref.at[rows[:, None], h, k[None]], mask=mask, other=0.0)
+        return acc + _dot(x, plgpu.load(w_ref.at[h, at[:, None], k[None]]), (1, 1))
+
+    y = jax.lax.fori_loop(0, I // block, step, jnp.zeros((tile, columns), f32))
+    where = rows[:, None], h, at[None]
+    if gate_ref is not None:
+        y = y * _sigmoid(plgpu.load(gate_ref.at[where], mask=mask, other=0.0).astype(f32))
+    plgpu.store(out_ref.at[where], y.astype(out_ref.dtype), mask=mask)
+
+
 # --- route
 
 
-def route(logits_ME, bias_E, k, scale):
+def route(logits_MX, bias_E, k, scale):
     """`api.route`.
 
     Raises:
       NotImplementedError: anything but float32, at most 64 rows, on a Hopper GPU.
     """
-    M, E = logits_ME.shape
-    if logits_ME.dtype != f32:
-        raise NotImplementedError(f"logits are {logits_ME.dtype}; float32 is supported")
+    M, E = logits_MX.shape[0], bias_E.shape[0]
+    if logits_MX.dtype != f32:
+        raise NotImplementedError(f"logits are {logits_MX.dtype}; float32 is supported")
     if M > MOST_ROWS or not is_hopper():
         raise NotImplementedError(f"at most {MOST_ROWS} rows, on a GPU of compute capability 9.0, are supported")
     return pl.pallas_call(
-        functools.partial(_route, E, k, scale),
+        functools.partial(_route, E, logits_MX.shape[1] // E, k, scale),
         grid=(M,),
         out_shape=jax.ShapeDtypeStruct((E, M), f32),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         name="few_rows_route",
-    )(logits_ME, bias_E)
+    )(logits_MX, bias_E)
 
 
-def _route(E, k, scale, logits_ref, bias_ref, p_ref):
+def _route(E, parts, k, scale, logits_ref, bias_ref, p_ref):
     m, e = pl.program_id(0), jnp.arange(pl.next_power_of_2(E))
     load = lambda ref: plgpu.load(ref, mask=e < E, other=0.0)
-    score = 1.0 / (1.0 + jnp.exp(-load(logits_ref.at[m, e])))
+    score = _sigmoid(sum(load(logits_ref.at[m, part * E + e]) for part in range(parts)))
     left = jnp.where(e < E, score + load(bias_ref.at[e]), -jnp.inf)
     taken = e < 0
-
-    def take(_, carry):
-        left, taken = carry
-        first = jnp.min(jnp.where(left == jnp.max(left), e, E))  # ties to the lower index
-        return jnp.where(e == first, -jnp.inf, left), taken | (e == first)
-
     for _ in range(k):
-        left, taken = take(_, (left, taken))
+        first = jnp.min(jnp.where((left == jnp.max(left)) & ~taken, e, E))  # ties to the lower index
+        taken = taken | (e == first)
+        left = jnp.where(e == first, -jnp.inf, left)
     chosen = jnp.where(taken, score, 0.0)
     plgpu.store(p_ref.at[e, m], scale * chosen / (jnp.sum(chosen) + 1e-20), mask=e < E)
 

@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import target
 from pallas_kernels.router import router
 
 
@@ -26,10 +27,21 @@ def linear(x_MI, w_OI, sizes, dtypes, norm_I, norm_eps, align):
     return tuple(out)
 
 
-def route(logits_ME, bias_E, k, scale):
+def heads(x_MHI, w_HOI, gate_MHO):
+    """`api.heads`."""
+    wide = jnp.promote_types(x_MHI.dtype, jnp.float32)
+    x, w = x_MHI[..., : w_HOI.shape[-1]], w_HOI
+    if target()[0] == "cpu":  # XLA:CPU has no bfloat16 product of this form with a float32 result
+        x, w = x.astype(wide), w.astype(wide)
+    y = jnp.einsum("mhi,hoi->mho", x, w, preferred_element_type=wide, precision=jax.lax.Precision.HIGHEST)
+    y = y if gate_MHO is None else y * jax.nn.sigmoid(gate_MHO.astype(wide))
+    return y.astype(x_MHI.dtype)
+
+
+def route(logits_MX, bias_E, k, scale):
     """`api.route`."""
-    E = bias_E.shape[0]
-    found = router(jax.nn.sigmoid(logits_ME), bias_E, k=k, scale=scale, implementation="xla")
+    M, E = logits_MX.shape[0], bias_E.shape[0]
+    found = router(jax.nn.sigmoid(logits_MX.reshape(M, -1, E).sum(1)), bias_E, k=k, scale=scale, implementation="xla")
     taken_KEM = found.experts_MK.T[:, None] == jnp.arange(E)[:, None]
     return (found.weights_MK.T[:, None] * taken_KEM).sum(0)
 

@@ -58,7 +58,7 @@ def kda_decode_pallas_gpu(
     inputs = {
         "qkv": qkv,
         "decay": decay,
-        "beta": beta.astype(f32),
+        "beta": beta,
         "taps": taps,
         "state": state,
         "conv": jnp.moveaxis(conv.astype(f32), -1, 0),  # [C, 3, H, K]: a tap's channels side by side
@@ -111,7 +111,7 @@ def _kernel(g_min, norm_eps, inputs, o_ref, shared):
     for i in range(D):
         known += shared[2, i] * column[i]
         seen += shared[3, i] * column[i]
-    update = unless_idle(sigmoid(inputs["beta"][b, h]), 0.0) * (v - known)
+    update = unless_idle(sigmoid(inputs["beta"][b, h].astype(f32)), 0.0) * (v - known)
     for i in range(D):
         inputs["state"][b, h, i] = shared[0, i] * column[i] + shared[1, i] * update
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from pallas_kernels import few_rows
 from pallas_kernels.attention.cached import cached_attention
+from pallas_kernels.attention.gpu_decode import latent_decode
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.cache import Latents
 from trillium_moe.model.context import Context
@@ -85,9 +86,18 @@ class MLA(nnx.Module):
         # a token that is not there gets a position of its own past the end, where writing does nothing
         place = jnp.where(jnp.arange(T) < n_B[:, None], at, past.values.shape[1] + jnp.arange(T))
         past = past.write(rows, place, new, R)
+        if T == 1 and rows is None and hasattr(self, "inner") and past.scale is None:
+            gated = None if gate is None else gate[:, 0]
+            up = self.packed_k_up[...], self.packed_v_up[...]
+            try:
+                n_keys = jnp.minimum(at[:, 0] + 1, past.values.shape[1])  # a row without a token may stand at the end
+                o = latent_decode(q[:, 0], past.values, n_keys, *up, gated, self.scale)
+                return self.project(o[:, None]), past
+            except NotImplementedError:
+                pass  # the device, dtype or sizes have no kernel
         o = cached_attention(
             q, at, lambda start, size: past.read(rows, start, size, q.dtype, R), past.values.shape[1],
-            (length_B + n_B).max(), self.k_up.astype(q.dtype), self.v_up.astype(q.dtype), scale=self.scale,
+            (length_B + n_B).max(), *(w.astype(q.dtype) for w in self._ups), scale=self.scale,
         )  # fmt: skip
         return self.output(o, gate, x_BTD.dtype), past
 
@@ -101,8 +111,17 @@ class MLA(nnx.Module):
         if c.q_lora_rank:
             self.packed_q_up = nnx.Param(few_rows.pack([flat("q_up")], dtype))
             names.append("q_up")
-        for name in (*names, "out"):
+        for name, order in (("k_up", (1, 0, 2)), ("v_up", (1, 2, 0))):  # [H, R, N] and [H, V, R]
+            setattr(self, f"packed_{name}", nnx.Param(getattr(self, name)[...].transpose(order).astype(dtype)))
+        for name in (*names, "out", "k_up", "v_up"):
             delattr(self, name)
+
+    @property
+    def _ups(self) -> tuple[Float[Array, "R H N"], Float[Array, "R H V"]]:
+        """What expands a latent into keys and values."""
+        if not hasattr(self, "inner"):
+            return self.k_up[...], self.v_up[...]
+        return self.packed_k_up[...].transpose(1, 0, 2), self.packed_v_up[...].transpose(2, 0, 1)
 
     def _projections(self, x_BTD, at_BT) -> tuple[Array, tuple[Array, Array], Array | None]:
         """Queries, what is kept of the tokens, and the gate's logits."""
@@ -165,7 +184,9 @@ class MLA(nnx.Module):
         """Gate and output projection."""
         if gate_BTHV is not None:
             o_BTHV = o_BTHV * jax.nn.sigmoid(wide(gate_BTHV))
-        o_BTHV = o_BTHV.astype(dtype)
+        return self.project(o_BTHV.astype(dtype))
+
+    def project(self, o_BTHV: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
         if hasattr(self, "packed_out"):
             B, T, D = *o_BTHV.shape[:2], self.config.d_model
             return few_rows.linear(o_BTHV.reshape(B * T, -1), self.packed_out[...], (D,))[0].reshape(B, T, D)

@@ -108,7 +108,7 @@ class MoE(nnx.Module):
                           fused=hasattr(self, "inner") and few.fuses(self.config))
         x = x_BTD if where and how == "grouped" else x_BTD.reshape(-1, D)
         z, logits, hidden = self._projections(x)
-        bias, scores = self.bias[...], jax.nn.sigmoid(logits)
+        bias, scores = self.bias[...], jax.nn.sigmoid(logits.reshape(*x.shape[:-1], -1, c.n_experts).sum(-2))
         if how == "fused":
             p_EM = few_rows.route(logits, bias, k=c.k, scale=float(c.routed_scale))
             u = few_rows.experts(z, p_EM, *self.weights(), activation=activation(self.config))
@@ -142,7 +142,7 @@ class MoE(nnx.Module):
             delattr(self, name)
 
     def _projections(self, x) -> tuple[Array, Array, Array | None]:
-        """What experts take, router logits, and (packed only) the shared experts' activations."""
+        """What experts take, router logits (packed: that add up), and (packed only) the shared experts' activations."""
         c, M = self.config.moe, x.shape[0]
         if not hasattr(self, "inner"):
             return linear(x, self.down) if c.latent_dim else x, self.logits(x), None
@@ -153,7 +153,7 @@ class MoE(nnx.Module):
         *rest, logits = few_rows.linear(x, self.inner[...], (*sizes, parts * E), dtypes)
         z = rest.pop(0) if c.latent_dim else x
         hidden = activate(self.config, *rest) if c.n_shared else jnp.zeros((M, 0), x.dtype)
-        return z, logits.reshape(M, parts, E).sum(1), hidden
+        return z, logits, hidden
 
     def _packed_output(self, u, hidden, dtype):
         """`output` of packed weights."""
