@@ -23,7 +23,7 @@ SOME = 16  # runs that are merged at a time
 f32 = jnp.float32
 
 
-def latent_decode(q_BHK, latents_BCX, n_B, k_up_HRN, v_up_HVR, gate_BHV, scale, *, stages=3, warps=4):
+def latent_decode(q_BHK, latents_BCX, n_B, k_up_HRN, v_up_HVR, gate_BHV, scale, *, stages=3, warps=4, interpret=False):
     """`cached.cached_attention` of one query per sequence, in absorbed form.
 
     Args:
@@ -41,7 +41,7 @@ def latent_decode(q_BHK, latents_BCX, n_B, k_up_HRN, v_up_HVR, gate_BHV, scale, 
     (B, H, _), (_, C, X), (_, R, N) = q_BHK.shape, latents_BCX.shape, k_up_HRN.shape
     if q_BHK.dtype != jnp.bfloat16 or latents_BCX.dtype != jnp.bfloat16:
         raise NotImplementedError(f"queries are {q_BHK.dtype}, latents {latents_BCX.dtype}; bfloat16 is needed")
-    if any(size < 16 or size & (size - 1) for size in (R, X - R)) or C % BLOCK or not is_hopper():
+    if any(size < 16 or size & (size - 1) for size in (R, X - R)) or C % BLOCK or not (interpret or is_hopper()):
         raise NotImplementedError(f"R={R}, P={X - R} on this device; powers of two, on compute capability 9.0, are")
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     blocks = pl.cdiv(pl.cdiv(C, BLOCK), pl.cdiv(PROGRAMS, B))  # of a run
@@ -54,6 +54,7 @@ def latent_decode(q_BHK, latents_BCX, n_B, k_up_HRN, v_up_HVR, gate_BHV, scale, 
         out_shape=[shape((B, runs, H, R), f32), shape((B, runs, H), f32), shape((B, runs, H), f32)],
         compiler_params=params,
         name="latent_decode_attend",
+        interpret=interpret,
     )(latent_BHR, q_BHK, latents_BCX, n_B)
     columns = min(R, 64)
     out_BHR = pl.pallas_call(
@@ -62,6 +63,7 @@ def latent_decode(q_BHK, latents_BCX, n_B, k_up_HRN, v_up_HVR, gate_BHV, scale, 
         out_shape=shape((B, H, R), q_BHK.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
         name="latent_decode_merge",
+        interpret=interpret,
     )(partial, top, total)
     return few_rows.heads(out_BHR, v_up_HVR, gate_BHV)
 

@@ -17,18 +17,18 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.dispatch import is_hopper
 
-MOST_ROWS = 64
+MOST_ROWS = 64  # with more, products with every expert cost more than reading them
 GROUPS = 32  # of experts
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
 
-def _check(x, *weights):
+def _check(interpret, x, *weights):
     if x.dtype != bf16 or any(w.dtype != bf16 for w in weights):
         raise NotImplementedError(f"rows are {x.dtype}, weights {[str(w.dtype) for w in weights]}; bfloat16 is needed")
     if x.shape[0] > MOST_ROWS:
         raise NotImplementedError(f"{x.shape[0]} rows; at most {MOST_ROWS} are supported")
-    if not is_hopper():
+    if not interpret and not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
 
 
@@ -50,13 +50,15 @@ def _dot(a, b, contract=(1, 0)):
 # --- linear
 
 
-def linear(x_MI, w_OI, sizes, dtypes, norm_I, norm_eps, align, *, block=128, columns=0, warps=4, stages=5):
+def linear(
+    x_MI, w_OI, sizes, dtypes, norm_I, norm_eps, align, *, block=128, columns=0, warps=4, stages=5, interpret=False
+):
     """`api.linear`.
 
     Raises:
       NotImplementedError: anything but bfloat16, inputs of a multiple of 64, at most 64 rows, on a Hopper GPU.
     """
-    _check(x_MI, w_OI)
+    _check(interpret, x_MI, w_OI)
     M, I = x_MI.shape
     O, block = w_OI.shape[0], min(block, I & -I)
     if block < 64:
@@ -70,6 +72,7 @@ def linear(x_MI, w_OI, sizes, dtypes, norm_I, norm_eps, align, *, block=128, col
         out_shape=[jax.ShapeDtypeStruct((M, size), dtype) for size, dtype in zip(sizes, dtypes)],
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         name="few_rows_linear",
+        interpret=interpret,
     )(*args))
 
 
@@ -108,13 +111,13 @@ def _linear(M, tile, I, block, columns, sizes, norm_eps, align, x_ref, w_ref, no
 # --- heads
 
 
-def heads(x_MHI, w_HOI, gate_MHO, *, columns=32, warps=4, stages=4):
+def heads(x_MHI, w_HOI, gate_MHO, *, columns=32, warps=4, stages=4, interpret=False):
     """`api.heads`.
 
     Raises:
       NotImplementedError: anything but bfloat16, sizes that are multiples of 64, at most 64 rows, on a Hopper GPU.
     """
-    _check(x_MHI, w_HOI)
+    _check(interpret, x_MHI, w_HOI)
     M, (H, O, I) = x_MHI.shape[0], w_HOI.shape
     if I % 64 or O % 64:
         raise NotImplementedError(f"I={I}, O={O}; multiples of 64 are supported")
@@ -126,6 +129,7 @@ def heads(x_MHI, w_HOI, gate_MHO, *, columns=32, warps=4, stages=4):
         out_shape=jax.ShapeDtypeStruct((M, H, O), x_MHI.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         name="few_rows_heads",
+        interpret=interpret,
     )(*args)
 
 
@@ -149,7 +153,7 @@ def _heads(M, tile, I, columns, x_ref, w_ref, gate_ref, out_ref):
 # --- route
 
 
-def route(logits_MX, bias_E, k, scale):
+def route(logits_MX, bias_E, k, scale, *, interpret=False):
     """`api.route`.
 
     Raises:
@@ -158,7 +162,7 @@ def route(logits_MX, bias_E, k, scale):
     M, E = logits_MX.shape[0], bias_E.shape[0]
     if logits_MX.dtype != f32:
         raise NotImplementedError(f"logits are {logits_MX.dtype}; float32 is supported")
-    if M > MOST_ROWS or not is_hopper():
+    if M > MOST_ROWS or not (interpret or is_hopper()):
         raise NotImplementedError(f"at most {MOST_ROWS} rows, on a GPU of compute capability 9.0, are supported")
     return pl.pallas_call(
         functools.partial(_route, E, logits_MX.shape[1] // E, k, scale),
@@ -166,6 +170,7 @@ def route(logits_MX, bias_E, k, scale):
         out_shape=jax.ShapeDtypeStruct((E, M), f32),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         name="few_rows_route",
+        interpret=interpret,
     )(logits_MX, bias_E)
 
 
@@ -186,13 +191,26 @@ def _route(E, parts, k, scale, logits_ref, bias_ref, p_ref):
 # --- experts
 
 
-def experts(z_ML, p_EM, w_gate_ELF, w_up_ELF, w_down_EFL, activation, *, block=64, channels=64, warps=4, stages=4):
+def experts(
+    z_ML,
+    p_EM,
+    w_gate_ELF,
+    w_up_ELF,
+    w_down_EFL,
+    activation,
+    *,
+    block=64,
+    channels=64,
+    warps=4,
+    stages=4,
+    interpret=False,
+):
     """`api.experts`.
 
     Raises:
       NotImplementedError: anything but bfloat16, widths that are multiples of 64, at most 64 rows, on a Hopper GPU.
     """
-    _check(z_ML, w_gate_ELF, w_up_ELF, w_down_EFL)
+    _check(interpret, z_ML, w_gate_ELF, w_up_ELF, w_down_EFL)
     (M, L), (E, _, F) = z_ML.shape, w_gate_ELF.shape
     if L % 64 or F % 64:
         raise NotImplementedError(f"L={L}, F={F}; multiples of 64 are supported")
@@ -203,6 +221,7 @@ def experts(z_ML, p_EM, w_gate_ELF, w_up_ELF, w_down_EFL, activation, *, block=6
         out_shape=jax.ShapeDtypeStruct((E, M, F), bf16),
         compiler_params=params,
         name="few_rows_experts_in",
+        interpret=interpret,
     )(z_ML, p_EM, w_gate_ELF, w_up_ELF)
     some = pl.cdiv(E, GROUPS)
     return pl.pallas_call(
@@ -211,6 +230,7 @@ def experts(z_ML, p_EM, w_gate_ELF, w_up_ELF, w_down_EFL, activation, *, block=6
         out_shape=jax.ShapeDtypeStruct((pl.cdiv(E, some), M, L), f32),
         compiler_params=params,
         name="few_rows_experts_out",
+        interpret=interpret,
     )(hidden_EMF, p_EM, w_down_EFL).sum(0)
 
 
