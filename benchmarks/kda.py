@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.turns import turn
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")  # a million tokens need 99 GiB
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rival needs memory too
 
@@ -307,6 +309,7 @@ def main() -> None:
         "--rival", nargs="?", const=RIVAL, default="", help="shapes to run fla on as well; it tunes for minutes"
     )
     parser.add_argument("--rival-cache", default="/tmp/fla-kernels", help="where fla's kernels are compiled to")
+    parser.add_argument("--turn", default="", help="file whose lock is held while the card is timed")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tune", metavar="B,T,H", help="print lines for the tables of sizes, tuned at this shape")
     parser.add_argument("--fla-only", help=argparse.SUPPRESS)
@@ -328,24 +331,25 @@ def main() -> None:
     with ThreadPoolExecutor(1) as pool:  # one after the other: the seconds of a first call are its own
         asked = [(shape, name, form) for shape in shapes(args.shapes) for name in names for form in forms]
         ready = [pool.submit(Ours, *each) for each in asked]
-    theirs = {}
     if rival:
         rival.compiled()
-        for shape, times in rival.times():  # first: a million tokens leave it no room on the card
+    with turn(args.turn):
+        theirs = {}
+        for shape, times in rival.times() if rival else ():  # first: a million tokens leave it no room on the card
             theirs[shape] = times
             print(shape.title, flush=True)
             show("fla", shape, times)
-    for (shape, name, form), made in zip(asked, ready):
-        label = f"{name} {form}".rstrip()
-        print(shape.title, flush=True)
-        try:
-            times = made.result().times(1 if shape.B * shape.T > 1 << 19 else args.repeats)
-        except Exception as error:  # out of memory: the other shapes go on
-            print(f"  {label} failed: {str(error).splitlines()[0][:200]}", flush=True)
-            continue
-        show(label, shape, times)
-        for what in work(*shape[:3]) if shape in theirs else ():
-            print(f"  {what} {theirs[shape][what] / times[what]:.2f}x fla", flush=True)
+        for (shape, name, form), made in zip(asked, ready):
+            label = f"{name} {form}".rstrip()
+            print(shape.title, flush=True)
+            try:
+                times = made.result().times(1 if shape.B * shape.T > 1 << 19 else args.repeats)
+            except Exception as error:  # out of memory: the other shapes go on
+                print(f"  {label} failed: {str(error).splitlines()[0][:200]}", flush=True)
+                continue
+            show(label, shape, times)
+            for what in work(*shape[:3]) if shape in theirs else ():
+                print(f"  {what} {theirs[shape][what] / times[what]:.2f}x fla", flush=True)
 
 
 if __name__ == "__main__":

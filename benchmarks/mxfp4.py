@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.moe import BYTES, FLOPS, group_sizes, median_ms
-from benchmarks.scaling import turn
+from benchmarks.turns import turn
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles
 from pallas_kernels.grouped_matmul.pallas_gpu import packed_rows

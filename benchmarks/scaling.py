@@ -13,14 +13,13 @@ tokens per second, over those of the earlier run times the ratio of devices. Run
 compile side by side and take their steps one after the other.
 """
 
-import contextlib
-import fcntl
 import json
 import statistics
 import sys
 import tempfile
 import time
 
+from benchmarks.turns import turn
 from experiments.common import UsageError, command, config_of, define_config, define_workdir
 
 
@@ -111,17 +110,6 @@ def run(flags):
         with open(flags.out, "w") as file:
             json.dump(result, file)
     return result
-
-
-@contextlib.contextmanager
-def turn(path):
-    """Holds the lock of a file, if one is named."""
-    if not path:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":
