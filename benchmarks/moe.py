@@ -183,7 +183,7 @@ def show(name: str, times: dict[str, float] | str, flops: dict[str, float], floo
         )
 
 
-def tune(G: int, M: int, K: int, N: int) -> None:
+def tune(G: int, M: int, K: int, N: int, products: list[str]) -> None:
     """Prints lines for the table of `pallas_kernels/grouped_matmul/config.py`: per product the best first.
 
     All candidates of a product take turns, so that a card that slows down under load slows all of them.
@@ -213,7 +213,8 @@ def tune(G: int, M: int, K: int, N: int) -> None:
         "groups": (N, groups, lambda t: lambda x, w, d, s: groups_product(x, d, s, t, jnp.bfloat16)),
         "gated": (N, narrow, lambda t: lambda x, w, d, s: gate_up(x, w, s, t)),
     }
-    for product, (columns, candidates, of) in calls.items():
+    for product in products or calls:
+        columns, candidates, of = calls[product]
         candidates = [t for t in candidates if columns % t.n == 0 and (product != "groups" or K % t.block == 0)]
         compiled = {t: jax.jit(of(t)) for t in candidates}
         samples = {t: [] for t in compiled}
@@ -234,7 +235,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=3072, help="of an expert")
     parser.add_argument("--implementation", default="pallas_gpu")
     parser.add_argument("--products", help="K,N;... instead of the two of an expert")
-    parser.add_argument("--tune", action="store_true", help="time tile sizes instead")
+    parser.add_argument(
+        "--tune", nargs="*", choices=("rows", "transposed", "groups", "gated"), help="time tile sizes instead"
+    )
     parser.add_argument("--torch-only", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.torch_only:
@@ -245,10 +248,10 @@ def main() -> None:
     for G, M in (map(int, shape.split(",")) for shape in args.groups.split(";")):
         expert = (D, 2 * F), (F, D)
         products = [tuple(map(int, x.split(","))) for x in args.products.split(";")] if args.products else expert
-        if args.tune:
+        if args.tune is not None:
             for K, N in products:
                 print(f"{G} groups, {M} rows, {K} -> {N}", flush=True)
-                tune(G, M, K, N)
+                tune(G, M, K, N, args.tune)
             continue
         for K, N in products:
             print(f"{G} groups, {M} rows, {K} -> {N}", flush=True)
