@@ -269,7 +269,9 @@ def assert_gated_parity(inputs, state, segment_ids=None, **config):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert np.isfinite(x).all(), name
         errors[name] = np.linalg.norm(x - y) / np.linalg.norm(y)
-    assert all(error < (3e-2 if "beta" in name else 1e-2) for name, error in errors.items()), errors
+    # dt_bias: a sum of the logits' gradients over all tokens, most of which cancel
+    bounds = {"d beta_logits": 3e-2, "d dt_bias": 2e-2}
+    assert all(error < bounds.get(name, 1e-2) for name, error in errors.items()), errors
 
 
 def random_state(H):
