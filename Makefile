@@ -10,10 +10,10 @@ CONFIG ?= configs/pretrain.py:scale=tiny,stage=8k,shrink=16
 ARGS ?=
 DATA ?= runs/data
 LADDER ?= runs/ladder
-# Recall from the first step. A step takes 0.8 s, at the last window 36 s, and reading 16,384 tokens 7 s.
-CURRICULUM = --mix=recall --steps=400,24,8,2 --floor=1 --tasks=needle,multi_query --config.data.batch_size=16 \
-  --config.optim.schedule=wsd --config.optim.warmup=0.1 --config.optim.decay=0.08 \
-  --eval_tokens=16384 --eval_rows=1 --longest=16384 --generate=1
+# Recall from the first step; weights of 1 / sqrt(128), the width. Times: docs/curriculum.md.
+CURRICULUM = --mix=recall --steps=400,140,24,4 --floor=1 --tasks=needle,multi_query --config.data.batch_size=16 \
+  --config.model.init_std=0.08 --config.optim.schedule=wsd --config.optim.warmup=0.06 --config.optim.decay=0.2 \
+  --eval_tokens=49152 --eval_rows=1 --eval_chunk=512 --reach=8 --longest=16384 --generate=0
 PYTEST_ARGS ?=
 # Test processes: one a core, at most 8 (each holds its own JAX).
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -le 8 ] || n=8; echo $$n)

@@ -36,13 +36,12 @@ STAGES = {
     "1m": Stage(1_048_576, 4, 0.03, _mix(0.15, 0.45, 0.20, 0.08, 0.12, 16.0), 64),
 }
 
-# Mixtures for a model that is to show in minutes that it uses its window: recall from the start, nine rows in ten while
-# recall is learned, two in three after.
+# Mixtures for a model that is to show in minutes that it uses its window: nine rows in ten are recall, from the start.
 RECALL_MIXTURES = {
     "8k": MixtureConfig(0.05, 0.0, 0.0, 0.05, 0.9, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=4.0),
-    "64k": MixtureConfig(0.15, 0.1, 0.05, 0.05, 0.65, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=8.0),
-    "256k": MixtureConfig(0.15, 0.1, 0.05, 0.05, 0.65, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=16.0),
-    "1m": MixtureConfig(0.15, 0.1, 0.05, 0.05, 0.65, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=16.0),
+} | {
+    name: MixtureConfig(0.03, 0.05, 0.0, 0.02, 0.9, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=4.0)
+    for name in ("64k", "256k", "1m")
 }
 MIXTURES = {"pretrain": {name: stage.mixture for name, stage in STAGES.items()}, "recall": RECALL_MIXTURES}
 RATES = ("continue", "rewarm")

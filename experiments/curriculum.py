@@ -34,6 +34,8 @@ def define(flags):
     DEFINE_integer("answers", 100, "answers per task and length, if --eval_tokens allows", lower_bound=1, **own)
     DEFINE_integer("eval_tokens", 1 << 17, "tokens read per task and length at most; at a stage's own window four "
                    "times as many", lower_bound=1, **own)
+    DEFINE_integer("reach", 0, "evaluate at up to this many times a stage's window, everywhere after the last; 0: "
+                   "everywhere", lower_bound=0, **own)
     DEFINE_integer("longest", 0, "longest evaluation, in tokens; 0: twice the last window", lower_bound=0, **own)
     DEFINE_integer("eval_rows", 4, "sequences read side by side", lower_bound=1, **own)
     DEFINE_integer("eval_chunk", 256, "tokens of each read at once", lower_bound=2, **own)
@@ -62,7 +64,10 @@ def run(flags):
 
     def suite(config):
         own = [config.data.seq_len * k // 4 for k in (1, 2, 4, 8)]
-        lengths = sorted({n for n in [*windows, *own] if 64 <= n <= longest})
+        seen = longest
+        if flags.reach and config.data.seq_len < windows[-1]:
+            seen = min(longest, flags.reach * config.data.seq_len)
+        lengths = sorted({n for n in [*windows, *own] if 64 <= n <= seen})
         tasks = tuple(flags.tasks) or stages.EVALUATIONS
         return LongConfig(tasks, tuple(lengths), flags.answers, flags.eval_tokens,
                           focus=config.data.seq_len, capacity=max(longest, windows[-1]), generate=flags.generate,
