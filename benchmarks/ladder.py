@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from absl.flags import DEFINE_integer, DEFINE_list, DEFINE_string
@@ -119,15 +120,16 @@ def _climb(flags, ladder, workdir):
     batches = iter(make_pipeline(config, "train", str(workdir), tokenizer=make_tokenizer(config.data, str(workdir))))
     batch = jax.tree.map(jax.numpy.asarray, dict(next(batches)))
     began = time.time()
-    step = make_train_step(config).lower(abstract_state(config), batch).compile()
+    with ThreadPoolExecutor() as pool:
+        program = pool.submit(make_train_step(config).lower(abstract_state(config), batch).compile)
+        state = None if at else jax.jit(lambda: init_state(config))()
+        step = program.result()
     compiled = time.time() - began
     tokens = config.data.batch_size * config.data.seq_len
     _say(name, f"{config.data.batch_size} x {config.data.seq_len:,} tokens a step, compiled in {compiled:.0f} s")
     if at:
         _wait(workdir / f"{names[at - 1]}.asked")
         state = _read(workdir / f"{names[at - 1]}.state.npz", abstract_state(config))
-    else:
-        state = jax.jit(lambda: init_state(config))()
     losses, seconds = [], []
     while len(losses) < config.train.steps - config.train.first_step and sum(seconds) < limit:
         began = time.time()
