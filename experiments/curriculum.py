@@ -43,6 +43,13 @@ def define(flags):
     DEFINE_float("needle", 0.99, "needle accuracy that the gate asks for", **own)
 
 
+def lengths(window: int, windows: list[int], longest: int, reach: int) -> tuple[int, ...]:
+    """At which lengths to ask after the stage of a window: all windows, and 1/4, 1/2, 1 and 2 times its own."""
+    most = min(longest, reach * window) if reach and window < windows[-1] else longest
+    own = [window * k // 4 for k in (1, 2, 4, 8)]
+    return tuple(sorted({n for n in [*windows, *own] if 64 <= n <= most}))
+
+
 def run(flags):
     import jax
 
@@ -63,13 +70,9 @@ def run(flags):
     longest = flags.longest or 2 * windows[-1]
 
     def suite(config):
-        own = [config.data.seq_len * k // 4 for k in (1, 2, 4, 8)]
-        seen = longest
-        if flags.reach and config.data.seq_len < windows[-1]:
-            seen = min(longest, flags.reach * config.data.seq_len)
-        lengths = sorted({n for n in [*windows, *own] if 64 <= n <= seen})
         tasks = tuple(flags.tasks) or stages.EVALUATIONS
-        return LongConfig(tasks, tuple(lengths), flags.answers, flags.eval_tokens,
+        asked = lengths(config.data.seq_len, windows, longest, flags.reach)
+        return LongConfig(tasks, asked, flags.answers, flags.eval_tokens,
                           focus=config.data.seq_len, capacity=max(longest, windows[-1]), generate=flags.generate,
                           rows=flags.eval_rows, chunk=flags.eval_chunk)
 

@@ -175,6 +175,13 @@ def test_one_decay_per_head_is_the_same_in_all_its_channels():
     assert len(np.unique(g)) == 10  # tokens and heads differ
 
 
+def test_lengths_within_reach():
+    windows = [128, 1024, 4096, 16384]
+    assert curriculum.lengths(128, windows, 16384, 0) == (64, 128, 256, 1024, 4096, 16384)
+    assert curriculum.lengths(128, windows, 16384, 8) == (64, 128, 256, 1024)
+    assert curriculum.lengths(16384, windows, 16384, 8) == (128, 1024, 4096, 8192, 16384)  # the last stage: everywhere
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--stages=64k,8k"], "config stages='64k,8k': windows must grow"),
     (["--steps=1,two"], "flag --steps=1,two: must be whole numbers"),

@@ -177,6 +177,14 @@ def test_examples_are_a_function_of_the_key(name, n, key, dense):
     assert len(other.tokens) != len(a.tokens) or not np.array_equal(other.tokens, a.tokens)
 
 
+def test_training_shows_one_needle_and_many_at_every_length():
+    """Powers of two from one to a full window, all as often: a long window with one needle is what is asked later."""
+    for n, most in ((128, 6), (1024, 51)):
+        counts = collections.Counter(len(make("needle", kits(True)[0], n, i).answers) for i in range(60))
+        assert sorted(counts) == sorted({most >> i for i in range(most.bit_length())})
+        assert min(counts.values()) > 0.3 * 60 / len(counts)
+
+
 def test_depths():
     kit, _ = kits(False)
     for depth in (0.0, 0.25, 1.0):
