@@ -26,7 +26,7 @@ def work(B: int, T: int, H: int, K: int, V: int) -> dict[str, int]:
 
 
 def times_jax(
-    B: int, T: int, H: int, K: int, V: int, documents: int, implementation: str, repeats: int
+    B: int, T: int, H: int, K: int, V: int, documents: int, implementation: str, repeats: int, dtype: str
 ) -> dict[str, float]:
     """Milliseconds of the forward pass and of forward and backward, and seconds of the first calls."""
     import jax
@@ -35,7 +35,7 @@ def times_jax(
     from pallas_kernels.attention import attention
 
     keys = jax.random.split(jax.random.key(0), 4)
-    normal = lambda i, size: jax.random.normal(keys[i], (B, T, H, size), jnp.bfloat16)
+    normal = lambda i, size: jax.random.normal(keys[i], (B, T, H, size), dtype)
     q, k, v, do = normal(0, K), normal(1, K), normal(2, V), normal(3, V)
     ids = jnp.broadcast_to(jnp.arange(T) * documents // T, (B, T)) if documents > 1 else None
 
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="calls in a row, of which the mean is taken, five times"
     )
+    parser.add_argument("--dtype", default="bfloat16", help="of q, k and v (the rivals need bfloat16)")
     parser.add_argument("--torch-only", help=argparse.SUPPRESS)
     args = parser.parse_args()
     split = lambda text: [tuple(map(int, shape.split(","))) for shape in text.split(";") if shape]
@@ -124,7 +125,7 @@ def main() -> None:
         names = args.implementation or ["pallas_gpu"] + (["cudnn", "torch"] if args.documents == 1 else [])
         for name in names:
             if name != "torch":
-                show(name, shape, times_jax(*shape, args.documents, name, args.repeats))
+                show(name, shape, times_jax(*shape, args.documents, name, args.repeats, args.dtype))
             elif importlib.util.find_spec("torch") is None:
                 print("  torch        not run: it cannot be imported")
             else:

@@ -191,7 +191,7 @@ def _ask(flags, ladder, workdir):
         loss = heldout(eval_step, state.params, state.router_bias, iter(held), tokenizer.token_bytes, 4)["heldout/loss"]
         _say(f"after {name}", f"loss at the first window {loss:.4f}; asked for {time.time() - began:.1f} s")
         results[name] = {"stage": name, **json.loads((workdir / f"{name}.json").read_text()), "short_loss": loss,
-                         "cells": long["cells"], "text": long["text"], "failed": []}
+                         "cells": long["cells"], "text": long["text"], "failed": ["not asked"]}
         (workdir / "ladder.json").write_text(json.dumps({"stages": list(results.values())}))
         (workdir / f"{name}.asked").touch()
         (workdir / "table.md").write_text(table(results) + "\n")
