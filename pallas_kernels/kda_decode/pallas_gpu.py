@@ -1,21 +1,19 @@
-"""The decoding step on Hopper GPUs: one Mosaic-GPU kernel that reads and writes every state once, in place.
+"""The decoding step on Hopper GPUs: one Pallas-Triton kernel that reads and writes every state once, in place.
 
-One warpgroup per sequence and head, one thread per value column. A thread keeps its column of the state in registers,
-sums it down against keys and queries, and writes it back: no sum crosses threads but those of the norms. XLA needs the
-update before it can write the state, and reads the state a second time.
+A program per sequence and head, whose state it holds in registers: both sums over keys are taken before the update is
+known (`step.advance`), where XLA would read the state a second time. It is a Triton kernel because XLA captures those
+in CUDA graphs together with the kernels around them; it does not capture Mosaic-GPU kernels.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.dispatch import is_hopper
-from pallas_kernels.kda.reference import L2_EPS
+from pallas_kernels.kda_decode.step import advance, finish, prepare
 
-D = 128  # threads of a warpgroup, and channels of a head
-CHANNELS = plgpu.Layout.WG_STRIDED((D,), vec_size=1)
+WIDTHS = (32, 64, 128)
 
 f32 = jnp.float32
 
@@ -35,17 +33,18 @@ def kda_decode_pallas_gpu(
     g_min,
     norm_eps,
     active=None,
-    interpret: Any = None,
+    warps=4,
+    interpret=False,
 ):
-    """`api.kda_decode`. With `interpret` (`plgpu.InterpretGPUParams`) on any platform, for tests.
+    """`api.kda_decode`. With `interpret` on any platform, for tests.
 
     Raises:
-      NotImplementedError: anything but bfloat16 or float32 heads of 128, with a convolution and a float32 state, on a
-        Hopper GPU.
+      NotImplementedError: anything but bfloat16 or float32 heads of 32, 64 or 128, with a convolution and a float32
+        state, on a Hopper GPU.
     """
     B, H, K, _ = state.shape
-    if K != D:
-        raise NotImplementedError(f"K={K}; heads of {D} are supported")
+    if K not in WIDTHS:
+        raise NotImplementedError(f"K={K}; heads of 32, 64 or 128 are supported")
     if qkv.dtype not in (jnp.bfloat16, f32) or state.dtype != f32:
         raise NotImplementedError(
             f"qkv is {qkv.dtype}, state {state.dtype}; bfloat16 or float32, and float32, are supported"
@@ -56,11 +55,11 @@ def kda_decode_pallas_gpu(
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
 
     inputs = {
+        "taps": taps,
+        "state": state,
         "qkv": qkv,
         "decay": decay,
         "beta": beta,
-        "taps": taps,
-        "state": state,
         "conv": jnp.moveaxis(conv.astype(f32), -1, 0),  # [C, 3, H, K]: a tap's channels side by side
         "a_log": a_log.astype(f32),
         "dt_bias": dt_bias.astype(f32),
@@ -71,61 +70,39 @@ def kda_decode_pallas_gpu(
     if active is not None:
         inputs["active"] = active.astype(jnp.int32)
     names = list(inputs)
-    step = plgpu.kernel(
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return tuple(pl.pallas_call(
         lambda *refs: _kernel(g_min, norm_eps, dict(zip(names, refs)), *refs[len(names) :]),
-        out_type=jax.ShapeDtypeStruct((B, H, K), qkv.dtype),
-        grid=(B, H),
-        grid_names=("b", "h"),
-        scratch_types=(plgpu.SMEM((4, D), f32),),
+        out_shape=[jax.ShapeDtypeStruct((B, H, K), qkv.dtype), shape(taps), shape(state)],
+        grid=(H, B),
+        input_output_aliases={0: 1, 1: 2},
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )
-    taps_ref, state_ref = inputs["taps"], inputs["state"] = jax.new_ref(taps), jax.new_ref(state)
-    o = step(*inputs.values())
-    return o, jax.freeze(taps_ref), jax.freeze(state_ref)
+        name="kda_decode",
+    )(*inputs.values()))
 
 
-def _kernel(g_min, norm_eps, inputs, o_ref, shared):
-    b, h = jax.lax.axis_index("b"), jax.lax.axis_index("h")
-    load = lambda ref: plgpu.load(ref, layout=CHANNELS)
-    wide = lambda ref: load(ref).astype(f32)
-    sigmoid = lambda x: 1.0 / (1.0 + jnp.exp(-x))
+def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
+    h, b = pl.program_id(0), pl.program_id(1)
+    K = state_ref.shape[-1]
+    channels = jnp.arange(K)
+    wide = lambda name, *at: plgpu.load(inputs[name].at[*at, channels]).astype(f32)
+    on = None if "active" not in inputs else inputs["active"][b] != 0
+    unless_idle = lambda new, old: new if on is None else jnp.where(on, new, old)
 
-    unless_idle = lambda new, old: jnp.where(inputs["active"][b] != 0, new, old) if "active" in inputs else new
-    column = [load(inputs["state"].at[b, h, i]) for i in range(D)]  # in flight while the vectors are made
-    qkv = [_convolve(b, h, i, inputs, load, unless_idle) for i in range(3)]
-    q, k, v = (x * sigmoid(x) for x in qkv)
-    q, k = (x * jax.lax.rsqrt(jnp.sum(x * x) + L2_EPS) for x in (q, k))
-    z, rate = wide(inputs["decay"].at[b, h]) + load(inputs["dt_bias"].at[h]), jnp.exp(inputs["a_log"][h])
-    if g_min is None:
-        g = -rate * (jnp.maximum(z, 0.0) + jnp.log(1.0 + jnp.exp(-jnp.abs(z))))
-    else:
-        g = g_min * sigmoid(rate * z)
-    factor = jnp.exp(unless_idle(g, jnp.zeros_like(g)))
-    # a thread needs all channels of these four
-    for i, x in enumerate((factor, k, factor * k, factor * q)):
-        shared[i] = x
-    plgpu.commit_smem()
-
-    known, seen = jnp.zeros_like(v), jnp.zeros_like(v)
-    for i in range(D):
-        known += shared[2, i] * column[i]
-        seen += shared[3, i] * column[i]
-    update = unless_idle(sigmoid(inputs["beta"][b, h].astype(f32)), 0.0) * (v - known)
-    for i in range(D):
-        inputs["state"][b, h, i] = shared[0, i] * column[i] + shared[1, i] * update
-
-    o = D**-0.5 * (seen + jnp.sum(k * q) * update)
-    o = o * jax.lax.rsqrt(jnp.sum(o * o) / D + norm_eps) * load(inputs["out_norm"])
-    if "gate" in inputs:
-        o = o * sigmoid(wide(inputs["gate"].at[b, h]))
-    o_ref[b, h] = o.astype(o_ref.dtype)
-
-
-def _convolve(b, h, i, inputs, load, unless_idle):
-    """Convolution i at this token. Moves its past inputs up by one."""
-    taps, conv = inputs["taps"], inputs["conv"]
-    window = [load(taps.at[b, c, i, h]) for c in range(taps.shape[1])] + [load(inputs["qkv"].at[b, i, h])]
-    for c in range(taps.shape[1]):
-        taps[b, c, i, h] = unless_idle(window[c + 1], window[c])
-    return sum(x.astype(f32) * load(conv.at[c, i, h]) for c, x in enumerate(window))
+    state = plgpu.load(inputs["state"].at[b, h, channels[:, None], channels[None]])
+    # past inputs, oldest first, then this token's
+    C = taps_ref.shape[1] + 1
+    window = [[wide("taps", b, c, i, h) if c < C - 1 else wide("qkv", b, i, h) for i in range(3)] for c in range(C)]
+    for c in range(C - 1):
+        for i in range(3):
+            new = unless_idle(window[c + 1][i], window[c][i]).astype(taps_ref.dtype)
+            plgpu.store(taps_ref.at[b, c, i, h, channels], new)
+    conv = {(c, i): wide("conv", c, i, h) for c in range(C) for i in range(3)}
+    z, a_log = wide("decay", b, h) + wide("dt_bias", h), inputs["a_log"][h]
+    q, k, v, factor = prepare(window, conv, z, a_log, g_min)
+    beta = 1.0 / (1.0 + jnp.exp(-inputs["beta"][b, h].astype(f32)))
+    o, state = advance(state, q, k, v, unless_idle(factor, jnp.ones_like(factor)), unless_idle(beta, 0.0))
+    plgpu.store(state_ref.at[b, h, channels[:, None], channels[None]], state)
+    gate = wide("gate", b, h) if "gate" in inputs else None
+    plgpu.store(o_ref.at[b, h, channels], finish(o, gate, wide("out_norm"), norm_eps).astype(o_ref.dtype))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda_decode import kda_decode
 from pallas_kernels.kda_decode.pallas_gpu import kda_decode_pallas_gpu
@@ -46,15 +45,18 @@ def exact(arrays, keywords):
 
 
 interpreted = functools.partial(kda_decode_pallas_tpu, interpret=True)
+on_triton = functools.partial(kda_decode_pallas_gpu, interpret=True)
 
 
-@pytest.mark.parametrize("op", [kda_decode_xla, interpreted], ids=["xla", "pallas_tpu"])
+@pytest.mark.parametrize("op", [kda_decode_xla, interpreted, on_triton], ids=["xla", "pallas_tpu", "pallas_gpu"])
 @pytest.mark.parametrize(
     "B, H, K, more",
     [(2, 3, 64, {}), (1, 32, 128, {}), (2, 2, 64, {"C": 0, "gate": False, "g_min": None}), (2, 2, 64, {"C": 1})],
 )
 def test_step_is_the_recurrence(op, B, H, K, more):
     """Odd heads; two programs of 16 heads; softplus decay without convolution and gate; a convolution of one tap."""
+    if op is on_triton and more:
+        more = {**more, "C": 2}
     arrays, keywords = make(B, H, K, **more)
     got = jax.jit(lambda *x: op(*x, **keywords))(*arrays)
     for name, x, y in zip(NAMES, got, exact(arrays, keywords)):
@@ -62,7 +64,7 @@ def test_step_is_the_recurrence(op, B, H, K, more):
         assert not x.size or relative_error(x, y) < 1e-6, name
 
 
-@pytest.mark.parametrize("op", [kda_decode_xla, interpreted], ids=["xla", "pallas_tpu"])
+@pytest.mark.parametrize("op", [kda_decode_xla, interpreted, on_triton], ids=["xla", "pallas_tpu", "pallas_gpu"])
 def test_bfloat16_inputs_are_rounded_once(op):
     """Nothing between inputs and outputs is rounded: the state is as accurate as in float32, o is one rounding away."""
     arrays, keywords = make(2, 2, 64, dtype=jnp.bfloat16)
@@ -93,7 +95,7 @@ def test_two_thousand_steps_do_not_drift():
     assert relative_error(got, want) < 2e-6
 
 
-@pytest.mark.parametrize("op", [kda_decode_xla, interpreted], ids=["xla", "pallas_tpu"])
+@pytest.mark.parametrize("op", [kda_decode_xla, interpreted, on_triton], ids=["xla", "pallas_tpu", "pallas_gpu"])
 def test_idle_sequences_keep_every_bit(op):
     arrays, keywords = make(3, 2, 64)
     active = jnp.array([True, False, True])
@@ -137,15 +139,6 @@ def test_steps_are_the_training_layer(decay, gate):
         zero = [jnp.zeros((2, 3, 3, 2, 8), x_BTD.dtype), jnp.zeros((2, 2, 8, 8), x_BTD.dtype)]
         _, got_TBD = jax.lax.scan(step, zero, x_BTD.swapaxes(0, 1))
         np.testing.assert_allclose(got_TBD.swapaxes(0, 1), want, rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.slow
-def test_hopper_kernel_interpreted():
-    arrays, keywords = make(1, 1, 128)
-    op = functools.partial(kda_decode_pallas_gpu, interpret=plgpu.InterpretGPUParams())
-    got = jax.jit(lambda *x: op(*x, **keywords))(*arrays)
-    for name, x, y in zip(NAMES, got, exact(arrays, keywords)):
-        assert relative_error(x, y) < 1e-6, name
 
 
 on_hopper = pytest.mark.skipif(
@@ -207,7 +200,7 @@ def test_tpu_refuses_what_it_cannot_serve(H, K, dtype, says):
 @pytest.mark.parametrize(
     "K, dtype, C, says",
     [
-        (64, jnp.bfloat16, 4, "K=64; heads of 128"),
+        (60, jnp.bfloat16, 4, "K=60; heads of 32, 64 or 128"),
         (128, jnp.float64, 4, "qkv is float64"),
         (128, jnp.bfloat16, 1, "a convolution of at least 2 taps"),
         (128, jnp.bfloat16, 4, "compute capability 9.0"),
