@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -156,22 +156,30 @@ def kernel_times(once, steps: int, top: int = 45):
     sys.stdout.flush()
 
 
-def time_prefill(config: ModelConfig, weights, contexts: list[int], chunk: int, limit_s: float):
+def prefill_args(config: ModelConfig, weights, cache, chunk: int):
+    tokens = np.random.default_rng(2).integers(0, config.vocab_size, (1, chunk)).astype(np.int32)
+    return config, weights, cache, tokens, np.array([chunk], np.int32), np.array([0], np.int32), tokens
+
+
+def compile_prefill(config: ModelConfig, weights, longest: int, chunk: int):
+    """The program of one chunk of one sequence, from shapes alone."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+    cache = abstract_cache(config, 1, longest + 64)
+    return engine._prefill.lower(*prefill_args(config, shapes, cache, chunk)).compile()
+
+
+def time_prefill(config: ModelConfig, weights, run, contexts: list[int], chunk: int, limit_s: float):
     """Tokens per second of prefilling each context in chunks of one sequence.
 
     Where all chunks would take longer than limit_s, chunks at eight places are timed and the rest interpolated: the
     time of a chunk is linear in the tokens before it.
     """
-    longest = max(contexts)
-    cache = cache_at(config, 1, longest)
-    tokens = np.random.default_rng(2).integers(0, config.vocab_size, (1, chunk)).astype(np.int32)
-    n, rows = np.array([chunk], np.int32), np.array([0], np.int32)
-    run = engine._prefill.lower(config, weights, cache, tokens, n, rows, tokens).compile()
+    cache = cache_at(config, 1, max(contexts))
 
     def at(position, cache):
         cache = cache._replace(length=jnp.full(1, position, jnp.int32))
         start = time.perf_counter()
-        cache = run(weights, cache, tokens, n, rows, tokens)
+        cache = run(*prefill_args(config, weights, cache, chunk)[1:])
         jax.block_until_ready(cache)
         return time.perf_counter() - start, cache
 
@@ -215,38 +223,44 @@ def main(argv=None):
     print(f"weights: {nbytes(weights) / 1e9:.2f} GB", flush=True)
     shapes = [(batch, context) for context in args.context for batch in args.batch]
     settings = (args.steps, args.latents)
-    decodings(config, weights, shapes, settings, "decode", args.trace)
-    if args.prefill:
-        time_prefill(config, weights, args.prefill, args.chunk, args.limit)
+    kda_only = dataclasses.replace(config, mla_layers=(-1,))
+    with ThreadPoolExecutor(16) as pool:  # all programs compile side by side, then they are timed one after the other
+        cells = submit(pool, config, weights, shapes, settings)
+        if args.prefill:
+            prefill = pool.submit(compile_prefill, config, weights, max(args.prefill), args.chunk)
+        if args.kda:
+            kda_weights = random_weights(kda_only)
+            kda_cells = submit(pool, kda_only, kda_weights, [(32, args.context[0])], settings)
+    time_cells(config, weights, cells, settings, "decode", args.trace)
     if args.kda:
-        config = dataclasses.replace(config, mla_layers=(-1,))
-        weights = random_weights(config)
-        decodings(config, weights, [(32, context) for context in args.context], settings, "kda layers alone", False)
+        program = kda_cells[32, args.context[0]]  # nothing in it depends on the context's length
+        cells = {(32, context): program for context in args.context}
+        time_cells(kda_only, kda_weights, cells, settings, "kda layers alone", 0)
+    if args.prefill:
+        time_prefill(config, weights, prefill.result(), args.prefill, args.chunk, args.limit)
 
 
-def fits(config: ModelConfig, batch: int, context: int, latents: str) -> str:
-    """Empty, or why the cache of a cell has no room."""
-    try:
-        check_memory(abstract_cache(config, batch, context + 64, latents), jax.devices()[0])
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def decodings(config, weights, shapes, settings, label, traced):
-    """Compiles all cells side by side, then times one after the other."""
-    refused = {shape: reason for shape in shapes if (reason := fits(config, *shape, settings[1]))}
-    with ThreadPoolExecutor(16) as pool:
-        jobs = {s: pool.submit(compile_decode, config, weights, *s, *settings) for s in shapes if s not in refused}
-        wait(jobs.values())
-    for i, shape in enumerate(shapes):
-        row = {"batch": shape[0], "context": shape[1]}
+def submit(pool, config, weights, shapes, settings) -> dict:
+    """By cell: its program to come, or why its cache has no room."""
+    cells = {}
+    for batch, context in shapes:
         try:
-            if shape in refused:
-                raise ConfigError(refused[shape])
-            row = time_decode(config, weights, jobs[shape].result(), *shape, *settings, i < traced)
+            check_memory(abstract_cache(config, batch, context + 64, settings[1]), jax.devices()[0])
+            cells[batch, context] = pool.submit(compile_decode, config, weights, batch, context, *settings)
+        except ConfigError as error:
+            cells[batch, context] = error
+    return cells
+
+
+def time_cells(config, weights, cells, settings, label, traced):
+    """Times programs one after the other; the first few with a trace."""
+    for i, ((batch, context), program) in enumerate(cells.items()):
+        try:
+            if isinstance(program, ConfigError):
+                raise program
+            row = time_decode(config, weights, program.result(), batch, context, *settings, i < traced)
         except (ConfigError, jax.errors.JaxRuntimeError) as error:
-            row["error"] = str(error).split("\n")[0][:200]
+            row = {"batch": batch, "context": context, "error": str(error).split("\n")[0][:200]}
         print(label, json.dumps(row), flush=True)
 
 

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.depth_read import depth_read
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.attn_res import read
 from trillium_moe.model.cache import Cache
 from trillium_moe.model.kda import settled
 from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import layer, linear, wide
-from trillium_moe.model.stack import Schedule, Stack
+from trillium_moe.model.stack import Schedule
 from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Bool, Float, Int, PyTree, Shaped
 from trillium_moe.train.state import model_def
@@ -32,8 +33,8 @@ class Weights(NamedTuple):
     embed: Any  # [V, D]
     head: Any  # [D, V]
     norm: Any  # [D]
-    sublayer_norm: Any  # [S, D]
-    query: Any  # [S + 1, D]: pseudo-queries of the depth reads; zeros without
+    sublayer_norm: tuple[Any, ...]  # S of [D]
+    query: tuple[Any, ...]  # S + 1 of [D]: pseudo-queries of the depth reads; zeros without
     layers: tuple[Any, ...]  # per sublayer: its variables
     vision: Any = None  # variables of the tower and the projector
     mtp: Any = None  # {"fuse", "hidden_norm", "token_norm", "mixer_norm", "ffn_norm": arrays, "mla", "moe": variables}
@@ -129,7 +130,7 @@ def serving_weights(config: ModelConfig, params: PyTree, router_bias: PyTree) ->
                 mtp[kind] = pack(f"mtp_{kind}", cut(nnx.split(getattr(model.mtp, kind))[1], 0))
         vision = cut(nnx.split(model.vision)[1]) if config.vision.n_layers else None
         return Weights(model.embed[...].astype(compute), model.head[...].astype(compute), model.norm[...],
-                       model.sublayer_norm[...], query, layers, vision, mtp)
+                       tuple(model.sublayer_norm[...]), tuple(query), layers, vision, mtp)
 
     if mesh is None:
         return unstack(params, router_bias)  # slices and casts: compiling them as one program would take longer
@@ -178,38 +179,49 @@ def extend(
     pick = lambda tree: tree if rows_S is None else jax.tree.map(lambda x: x[rows_S], tree)
     put = lambda tree, part: part if rows_S is None else jax.tree.map(lambda x, p: x.at[rows_S].set(p), tree, part)
     schedule = Schedule.of(config)
-    stack, U = Stack(schedule, [], config.norm_eps), schedule.block
     length_S = pick(cache.length)
     mla, kda = list(cache.mla), list(cache.kda)
 
     live = embed(config, weights, tokens_ST)
     if seen is not None:
         live = jnp.where(seen[0][..., None], seen[1].astype(live.dtype), live)
-    sealed = None
+    sealed, new = [], None
+    how = None if sharding.current_mesh() is None else "xla"  # kernels are not cut over devices by themselves
     for s, variables in enumerate(weights.layers):
-        if s % U == 0:
-            sealed = live[None] if sealed is None else jnp.concatenate([sealed, live[None]])
-            live = jnp.zeros_like(live) if schedule.reads else live
+        query = weights.query[s] if schedule.reads else None
+        x, live = _read(query, tuple(sealed), live, new, weights.sublayer_norm[s], config.norm_eps, implementation=how)
+        if schedule.reads and s % schedule.block == 0:
+            sealed, live = [*sealed, live], None
         kind, i = schedule.kinds[schedule.kind[s]], schedule.index[s]
-        x, _ = stack.input_of(
-            weights.sublayer_norm[s], weights.query[s], sealed, sealed.shape[0] - 1, live, s % U > 0
-        )
-        module = _module(config, kind, variables)
         match kind:
             case "mla":
-                y, mla[i] = module.extend(x, n_S, mla[i], rows_S, length_S)
+                new, mla[i] = _mixer(config, kind, variables, x, n_S, mla[i], rows_S, length_S)
             case "kda":
-                y, new = module.extend(x, n_S, pick(kda[i]), undecided)
-                kda[i] = put(kda[i], new)
-            case "moe":
-                y = module.each(x)
+                new, state = _mixer(config, kind, variables, x, n_S, pick(kda[i]), undecided=undecided)
+                kda[i] = put(kda[i], state)
             case _:
-                y, _ = module(x)
-        live = live + y
+                new = _ffn(config, kind, variables, x)
+    live = new if live is None else live + new
     if schedule.reads:
-        live, _ = read(weights.query[-1], sealed, sealed.shape[0], live, True, config.norm_eps)
+        live, _ = read(weights.query[-1], jnp.stack(sealed), len(sealed), live, True, config.norm_eps)
     length = cache.length if undecided else put(cache.length, length_S + n_S)
     return live, cache._replace(length=length, mla=tuple(mla), kda=tuple(kda))
+
+
+# Programs inside the program: layers of a kind are traced and lowered once, not once each.
+
+_read = jax.jit(depth_read, static_argnames=("eps", "implementation"))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="undecided")
+def _mixer(config: ModelConfig, kind: str, variables, x, n_S, past, *where, **options) -> tuple[Array, Any]:
+    return _module(config, kind, variables).extend(x, n_S, past, *where, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _ffn(config: ModelConfig, kind: str, variables, x) -> Array:
+    module = _module(config, kind, variables)
+    return module.each(x) if kind.endswith("moe") else module(x)[0]
 
 
 def settle(cache: Cache, n_B: Int[Array, " B"]) -> Cache:
@@ -240,10 +252,11 @@ def extend_mtp(
     m, eps = weights.mtp, config.norm_eps
     h = rms_norm(rms_norm(h_STD, weights.norm, eps), m["hidden_norm"], eps)
     x = linear(jnp.concatenate([h, rms_norm(embed(config, weights, next_ST), m["token_norm"], eps)], -1), m["fuse"])
-    mixer, ffn = (_module(config, f"mtp_{kind}", m[kind]) for kind in ("mla", "moe"))
-    y, latents = mixer.extend(rms_norm(x, m["mixer_norm"], eps), n_S, cache.mtp, rows_S, length_S)
+    h = rms_norm(x, m["mixer_norm"], eps)
+    y, latents = _mixer(config, "mtp_mla", m["mla"], h, n_S, cache.mtp, rows_S, length_S)
     x = x + y
-    return x + ffn.each(rms_norm(x, m["ffn_norm"], eps)), cache._replace(mtp=latents)
+    y = _ffn(config, "mtp_moe", m["moe"], rms_norm(x, m["ffn_norm"], eps))
+    return x + y, cache._replace(mtp=latents)
 
 
 def see(
