@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.dispatch import is_hopper
-from pallas_kernels.kda_decode.step import advance, finish, prepare
+from pallas_kernels.kda_decode.step import advance, decay_logits, finish, prepare
 
 WIDTHS = (32, 64, 128)
 
@@ -33,6 +33,7 @@ def kda_decode_pallas_gpu(
     g_min,
     norm_eps,
     active=None,
+    decay_up=None,
     warps=4,
     interpret=False,
 ):
@@ -54,6 +55,8 @@ def kda_decode_pallas_gpu(
     if not interpret and not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
 
+    if decay_up is not None and decay_up.shape[1] & (decay_up.shape[1] - 1):  # not a power of two
+        decay, decay_up = decay_logits(decay, decay_up, H, K), None
     inputs = {
         "taps": taps,
         "state": state,
@@ -67,6 +70,8 @@ def kda_decode_pallas_gpu(
     }
     if gate is not None:
         inputs["gate"] = gate
+    if decay_up is not None:
+        inputs["decay_up"] = decay_up
     if active is not None:
         inputs["active"] = active.astype(jnp.int32)
     names = list(inputs)
@@ -90,7 +95,6 @@ def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
     on = None if "active" not in inputs else inputs["active"][b] != 0
     unless_idle = lambda new, old: new if on is None else jnp.where(on, new, old)
 
-    state = plgpu.load(inputs["state"].at[b, h, channels[:, None], channels[None]])
     # past inputs, oldest first, then this token's
     C = taps_ref.shape[1] + 1
     window = [[wide("taps", b, c, i, h) if c < C - 1 else wide("qkv", b, i, h) for i in range(3)] for c in range(C)]
@@ -98,8 +102,21 @@ def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
         for i in range(3):
             new = unless_idle(window[c + 1][i], window[c][i]).astype(taps_ref.dtype)
             plgpu.store(taps_ref.at[b, c, i, h, channels], new)
+    state = plgpu.load(inputs["state"].at[b, h, channels[:, None], channels[None]])  # in flight during what follows
     conv = {(c, i): wide("conv", c, i, h) for c in range(C) for i in range(3)}
-    z, a_log = wide("decay", b, h) + wide("dt_bias", h), inputs["a_log"][h]
+    if "decay_up" in inputs:
+        R = inputs["decay_up"].shape[1]
+        some = min(R, 32)  # at a time: registers are the state's
+
+        def part(i, z):
+            r = i * some + jnp.arange(some)
+            up = plgpu.load(inputs["decay_up"].at[h * K + channels[:, None], r[None]]).astype(f32)
+            return z + jnp.sum(up * plgpu.load(inputs["decay"].at[b, r]).astype(f32)[None], axis=1)
+
+        z = jax.lax.fori_loop(0, R // some, part, jnp.zeros(K, f32))
+    else:
+        z = wide("decay", b, h)
+    z, a_log = z + wide("dt_bias", h), inputs["a_log"][h]
     q, k, v, factor = prepare(window, conv, z, a_log, g_min)
     beta = 1.0 / (1.0 + jnp.exp(-inputs["beta"][b, h].astype(f32)))
     o, state = advance(state, q, k, v, unless_idle(factor, jnp.ones_like(factor)), unless_idle(beta, 0.0))

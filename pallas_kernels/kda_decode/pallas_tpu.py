@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import target
-from pallas_kernels.kda_decode.step import advance, finish, prepare
+from pallas_kernels.kda_decode.step import advance, decay_logits, finish, prepare
 
 WIDTHS = (64, 128)
 HEADS = 16  # of a program: a whole tile of bfloat16 rows
@@ -34,6 +34,7 @@ def kda_decode_pallas_tpu(
     g_min,
     norm_eps,
     active=None,
+    decay_up=None,
     interpret: Any = False,
 ):
     """`api.kda_decode`. With `interpret` (True or `pltpu.InterpretParams`) on any platform, for tests.
@@ -77,7 +78,7 @@ def kda_decode_pallas_tpu(
     }
     inputs = {
         "qkv": qkv,
-        "decay": decay.astype(f32),
+        "decay": decay_logits(decay, decay_up, H, K).astype(f32),
         "beta": beta.astype(f32)[..., None],
         "active": None if active is None else active.astype(f32)[:, None, None],
         "gate": gate,

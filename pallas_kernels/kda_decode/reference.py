@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda.reference import L2_EPS, kda_reference
+from pallas_kernels.kda_decode.step import decay_logits
 
 
 def kda_decode_reference(
-    qkv, decay, beta, gate, taps, state, *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None
+    qkv, decay, beta, gate, taps, state, *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None, decay_up=None
 ):
     """`api.kda_decode`, everything between rounding of inputs and outputs in the dtype of the state."""
     wide = lambda x: x.astype(state.dtype)
@@ -18,7 +19,7 @@ def kda_decode_reference(
     q, k, v = jnp.moveaxis(jax.nn.silu(y_B3HK), 1, 0)
     q, k = (x / jnp.sqrt((x * x).sum(-1, keepdims=True) + L2_EPS) for x in (q, k))
 
-    z, rate = wide(decay) + wide(dt_bias), jnp.exp(wide(a_log))[:, None]
+    z, rate = wide(decay_logits(decay, decay_up, *qkv.shape[2:])) + wide(dt_bias), jnp.exp(wide(a_log))[:, None]
     g = -rate * jax.nn.softplus(z) if g_min is None else g_min * jax.nn.sigmoid(rate * z)
     one_token = [x[:, None] for x in (q, k, v, g, jax.nn.sigmoid(wide(beta)))]
     o, new_state = kda_reference(*one_token, scale=q.shape[-1] ** -0.5, initial_state=state, segment_ids=None)

@@ -6,6 +6,17 @@ import jax.numpy as jnp
 from pallas_kernels.kda.reference import L2_EPS
 
 
+def decay_logits(decay, decay_up, H, K):
+    """[B, H, K], of `api.kda_decode`'s arguments."""
+    if decay_up is None:
+        return decay
+    wide = jnp.promote_types(decay.dtype, jnp.float32)
+    z = jnp.einsum(
+        "br,xr->bx", decay, decay_up[: H * K], precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide
+    )
+    return z.reshape(-1, H, K)
+
+
 def prepare(window, conv, z, a_log, g_min):
     """q times K^-0.5, k, v and the decay factor e^g.
 

@@ -3,18 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda_decode.step import advance, finish, prepare
+from pallas_kernels.kda_decode.step import advance, decay_logits, finish, prepare
 
 
 def kda_decode_xla(
-    qkv, decay, beta, gate, taps, state, *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None
+    qkv, decay, beta, gate, taps, state, *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None, decay_up=None
 ):
     """`api.kda_decode`."""
     wide = lambda x: x.astype(state.dtype)
     window_BC3HK = jnp.concatenate([taps, qkv[:, None]], axis=1)
     window = [jnp.moveaxis(wide(x), 1, 0) for x in jnp.moveaxis(window_BC3HK, 1, 0)]
     conv_C3HK = None if conv is None else jnp.moveaxis(wide(conv), -1, 0)
-    z = wide(decay) + wide(dt_bias)
+    z = wide(decay_logits(decay, decay_up, *qkv.shape[2:])) + wide(dt_bias)
     q, k, v, factor = prepare(window, conv_C3HK, z, wide(a_log)[:, None], g_min)
     beta, new_taps = jax.nn.sigmoid(wide(beta))[..., None], window_BC3HK[:, 1:]
     if active is not None:

@@ -106,6 +106,19 @@ def test_idle_sequences_keep_every_bit(op):
         assert_same_bits(x[1], before[1])
 
 
+@pytest.mark.parametrize("op", [kda_decode_xla, interpreted, on_triton], ids=["xla", "pallas_tpu", "pallas_gpu"])
+def test_decays_of_low_rank(op):
+    """Logits left as two factors, the second with rows to spare."""
+    arrays, keywords = make(2, 2, 64)
+    rng = np.random.default_rng(1)
+    down, up = jnp.asarray(rng.normal(size=(2, 32)), jnp.float32), jnp.asarray(rng.normal(size=(160, 32)), jnp.float32)
+    low = [arrays[0], down, *arrays[2:]]
+    arrays[1] = jnp.einsum("br,xr->bx", down, up, precision="highest")[:, :128].reshape(2, 2, 64)
+    got = jax.jit(lambda *x: op(*x, **keywords, decay_up=up))(*low)
+    for name, x, y in zip(NAMES, got, exact(arrays, keywords)):
+        assert relative_error(x, y) < 2e-6, name
+
+
 @pytest.mark.parametrize("decay, gate", [("bounded", "full"), ("softplus", "none")])
 def test_steps_are_the_training_layer(decay, gate):
     """Five tokens, one by one, give the layer's outputs on all five."""

@@ -138,7 +138,8 @@ class KDA(nnx.Module):
 
     def _steps(self, x_BTD, n_B, past: Recurrent, undecided: bool) -> tuple[Array, Recurrent]:
         """`extend`, one token after the other."""
-        inputs, *_ = tokens = self._projections(x_BTD)
+        inputs, *_ = tokens = self._projections(x_BTD, low_rank=self._multiplies_later)
+        up = {"decay_up": self.packed_decay_up[...]} if self._multiplies_later else {}
         a_log, dt_bias = self.gate_of_decay
         out, states, taps = [], [past.state], past.taps
         for t in range(x_BTD.shape[1]):
@@ -146,6 +147,7 @@ class KDA(nnx.Module):
                 *(None if x is None else x[:, t] for x in tokens), taps, states[-1],
                 conv=self._conv, a_log=a_log, dt_bias=dt_bias, out_norm=self.out_norm[...], active=t < n_B,
                 g_min=self.g_min, norm_eps=self.config.norm_eps, implementation=self.config.kda.implementation or None,
+                **up,
             )  # fmt: skip
             out.append(o)
             states.append(state)
@@ -171,8 +173,16 @@ class KDA(nnx.Module):
         for name in (*"qkv", "decay_down", "beta", *gate, *ups, "out", *convs):
             delattr(self, name)
 
-    def _projections(self, x_BTD) -> tuple[Array, Array, Array, Array | None]:
-        """What the convolutions take [B, T, 3, H, K], and the logits of decay, step size [B, T, H] and output gate."""
+    @property
+    def _multiplies_later(self) -> bool:
+        """Whether decoding leaves the second factor of the decay's projection to the op."""
+        return hasattr(self, "inner") and self.config.kda.decay_per == "channel"
+
+    def _projections(self, x_BTD, low_rank: bool = False) -> tuple[Array, Array, Array, Array | None]:
+        """What the convolutions take [B, T, 3, H, K], and the logits of decay, step size [B, T, H] and output gate.
+
+        low_rank: of the decay, what `packed_decay_up` multiplies.
+        """
         if not hasattr(self, "inner"):
             inputs = jnp.stack([_heads(x_BTD, getattr(self, name)) for name in "qkv"], axis=2)
             return inputs, self.decay_logits(x_BTD), linear(x_BTD, self.beta), self.gate_logits(x_BTD)
@@ -182,11 +192,15 @@ class KDA(nnx.Module):
         gate_size = {"full": [H * K], "low_rank": [c.gate_rank or K]}.get(c.gate, [])
         sizes = (3 * H * K, self.packed_decay_up.shape[1], H, *gate_size)
         qkv, down, beta, *gate = few_rows.linear(x_BTD.reshape(-1, D), self.inner[...], sizes)
-        decays = H * (K if c.decay_per == "channel" else 1)
-        (z,) = few_rows.linear(down, self.packed_decay_up[...], (decays,), (wide(down).dtype,))
+        if low_rank:
+            z = down.reshape(B, T, -1)
+        else:
+            decays = H * (K if c.decay_per == "channel" else 1)
+            (z,) = few_rows.linear(down, self.packed_decay_up[...], (decays,), (wide(down).dtype,))
+            z = self._in_channels(heads(z))
         if c.gate == "low_rank":
             gate = few_rows.linear(*gate, self.packed_gate_up[...], (H * K,))
-        return heads(qkv, 3), self._in_channels(heads(z)), beta.reshape(B, T, H), heads(*gate) if gate else None
+        return heads(qkv, 3), z, beta.reshape(B, T, H), heads(*gate) if gate else None
 
     @property
     def _conv(self) -> Float[Array, "3 H K C"] | None:
