@@ -1,5 +1,6 @@
 """One query per sequence over cached latents on Hopper GPUs: Pallas-Triton kernels that read every latent once.
 
+    write       a program per sequence: the new token's latent, normed, into the cache
     attend      a program per sequence and run of keys, for all heads at once: they share keys and values
     merge       the runs of a sequence, weighed by their softmax sums
 
@@ -23,17 +24,23 @@ SOME = 16  # runs that are merged at a time
 f32 = jnp.float32
 
 
-def latent_decode(q_BHK, latents_BCX, n_B, k_up_HRN, v_up_HVR, gate_BHV, scale, *, stages=3, warps=4, interpret=False):
-    """`cached.cached_attention` of one query per sequence, in absorbed form.
+def latent_decode(
+    q_BHK, kv_BX, norm_R, norm_eps, latents_BCX, length_B, active_B, k_up_HRN, v_up_HVR, gate_BHV, scale,
+    *, stages=3, warps=4, interpret=False,
+):
+    """Writes a token of every sequence, and is `cached.cached_attention` of its query, in absorbed form.
 
     Args:
       q_BHK: queries, K = N + P.
-      latents_BCX: X = R + P.
-      n_B: keys of each sequence, at least one; capacity is C.
+      kv_BX: the tokens' latents before their norm, and key parts; X = R + P.
+      norm_R, norm_eps: of the norm.
+      latents_BCX: of the tokens before; updated in place where donated.
+      length_B: how many those are.
+      active_B: sequences that have a token; the cache of others keeps every bit, and their outputs mean nothing.
       k_up_HRN, v_up_HVR, gate_BHV: what expands latents, and logits of the output gate (or None).
 
     Returns:
-      [B, H, V] in q's dtype.
+      [B, H, V] in q's dtype, and the latents.
 
     Raises:
       NotImplementedError: anything but bfloat16, R and P that are powers of two from 16, on a Hopper GPU.
@@ -43,29 +50,52 @@ def latent_decode(q_BHK, latents_BCX, n_B, k_up_HRN, v_up_HVR, gate_BHV, scale, 
         raise NotImplementedError(f"queries are {q_BHK.dtype}, latents {latents_BCX.dtype}; bfloat16 is needed")
     if any(size < 16 or size & (size - 1) for size in (R, X - R)) or C % BLOCK or not (interpret or is_hopper()):
         raise NotImplementedError(f"R={R}, P={X - R} on this device; powers of two, on compute capability 9.0, are")
-    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    how = {"interpret": interpret}
+    params = lambda warps, stages=1: plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     blocks = pl.cdiv(pl.cdiv(C, BLOCK), pl.cdiv(PROGRAMS, B))  # of a run
     runs = pl.cdiv(C, blocks * BLOCK)
     shape = jax.ShapeDtypeStruct
+    latents_BCX = pl.pallas_call(
+        functools.partial(_write, C, R, X - R, norm_eps),
+        grid=(B,),
+        out_shape=shape(latents_BCX.shape, latents_BCX.dtype),
+        input_output_aliases={0: 0},
+        compiler_params=params(4),
+        name="latent_decode_write",
+        **how,
+    )(latents_BCX, kv_BX, norm_R.astype(f32), length_B, active_B)
     latent_BHR = few_rows.heads(q_BHK, k_up_HRN)
     partial, top, total = pl.pallas_call(
-        functools.partial(_attend, H, R, N, X - R, blocks, scale),
+        functools.partial(_attend, C, H, R, N, X - R, blocks, scale),
         grid=(runs, B),
         out_shape=[shape((B, runs, H, R), f32), shape((B, runs, H), f32), shape((B, runs, H), f32)],
-        compiler_params=params,
+        compiler_params=params(warps, stages),
         name="latent_decode_attend",
-        interpret=interpret,
-    )(latent_BHR, q_BHK, latents_BCX, n_B)
+        **how,
+    )(latent_BHR, q_BHK, latents_BCX, length_B)
     columns = min(R, 64)
     out_BHR = pl.pallas_call(
         functools.partial(_merge, runs, columns),
         grid=(R // columns, H, B),
         out_shape=shape((B, H, R), q_BHK.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
+        compiler_params=params(2),
         name="latent_decode_merge",
-        interpret=interpret,
+        **how,
     )(partial, top, total)
-    return few_rows.heads(out_BHR, v_up_HVR, gate_BHV)
+    return few_rows.heads(out_BHR, v_up_HVR, gate_BHV), latents_BCX
+
+
+def _write(C, R, P, eps, _, kv_ref, norm_ref, length_ref, active_ref, cache_ref):
+    b, r, p = pl.program_id(0), jnp.arange(R), jnp.arange(P)
+    at, dtype = length_ref[b], cache_ref.dtype
+
+    @pl.when((active_ref[b] != 0) & (at < C))
+    def _():
+        c = plgpu.load(kv_ref.at[b, r]).astype(f32)
+        c = (c * jax.lax.rsqrt(jnp.sum(c * c) / R + eps)).astype(dtype).astype(f32)
+        norm = plgpu.load(norm_ref.at[r]).astype(dtype).astype(f32)
+        plgpu.store(cache_ref.at[b, at, r], (c * norm).astype(dtype))
+        plgpu.store(cache_ref.at[b, at, R + p], plgpu.load(kv_ref.at[b, R + p]))
 
 
 def _dot(a, b, contract):
@@ -73,14 +103,14 @@ def _dot(a, b, contract):
     return jax.lax.dot_general(a, b, dims, preferred_element_type=f32)
 
 
-def _attend(H, R, N, P, blocks, scale, latent_ref, q_ref, cache_ref, n_ref, partial_ref, top_ref, total_ref):
+def _attend(C, H, R, N, P, blocks, scale, latent_ref, q_ref, cache_ref, length_ref, partial_ref, top_ref, total_ref):
     run, b = pl.program_id(0), pl.program_id(1)
     tile = max(16, pl.next_power_of_2(H))
     h, r, rope = jnp.arange(tile), jnp.arange(R), jnp.arange(P)
     mask = (h < H)[:, None]
     q = plgpu.load(latent_ref.at[b, h[:, None], r[None]], mask=mask, other=0.0)
     q_rope = plgpu.load(q_ref.at[b, h[:, None], N + rope[None]], mask=mask, other=0.0)
-    n, first = n_ref[b], run * blocks * BLOCK
+    n, first = jnp.minimum(length_ref[b] + 1, C), run * blocks * BLOCK
 
     def visit(i, carry):
         top, total, out = carry

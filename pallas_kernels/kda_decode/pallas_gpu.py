@@ -34,7 +34,6 @@ def kda_decode_pallas_gpu(
     norm_eps,
     active=None,
     decay_up=None,
-    warps=4,
     interpret=False,
 ):
     """`api.kda_decode`. With `interpret` on any platform, for tests.
@@ -81,7 +80,8 @@ def kda_decode_pallas_gpu(
         out_shape=[jax.ShapeDtypeStruct((B, H, K), qkv.dtype), shape(taps), shape(state)],
         grid=(H, B),
         input_output_aliases={0: 1, 1: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        # a thread per channel: none loads past inputs that another one has moved on already
+        compiler_params=plgpu.CompilerParams(num_warps=K // 32, num_stages=1),
         interpret=interpret,
         name="kda_decode",
     )(*inputs.values()))

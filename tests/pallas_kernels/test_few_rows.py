@@ -112,14 +112,23 @@ def test_a_row_is_the_same_in_any_company():
 
 
 def test_attention_over_latents():
-    """Lengths of a single key, of part of a run and of all; three runs of keys."""
-    B, H, C, R, P, N, V = 3, 3, 192, 64, 16, 64, 64
-    q, latents, gate = normal(B, H, N + P), normal(B, C, R + P, seed=1), normal(B, H, V, seed=2)
+    """A token after none, after part of a run, and the last there is room for; a sequence without one, which is full.
+    Three runs of keys."""
+    B, H, C, R, P, N, V = 4, 3, 192, 64, 16, 64, 64
+    q, kv, latents, gate = normal(B, H, N + P), normal(B, R + P, seed=5), normal(B, C, R + P, seed=1), normal(B, H, V)
     k_up, v_up = normal(H, R, N, seed=3, std=0.2), normal(H, V, R, seed=4, std=0.2)
-    n = np.array([1, 100, 192], np.int32)
-    got = gpu_decode.latent_decode(q, latents, jnp.asarray(n), k_up, v_up, gate, 0.1, interpret=True)
-    for b in range(B):
-        c, rope = exact(latents)[b, : n[b], :R], exact(latents)[b, : n[b], R:]
+    norm, length = normal(R, seed=6, dtype=jnp.float32), np.array([0, 99, 191, 192], np.int32)
+    active = np.array([1, 1, 1, 0], np.int32)
+    run = functools.partial(gpu_decode.latent_decode, interpret=True)
+    got, after = run(q, kv, norm, 1e-6, latents, *map(jnp.asarray, (length, active)), k_up, v_up, gate, 0.1)
+    cache, new = exact(latents).copy(), exact(kv)
+    new[:, :R] *= exact(norm) / np.sqrt((new[:, :R] ** 2).mean(-1, keepdims=True) + 1e-6)
+    for b in range(3):
+        assert error(after[b, length[b]], new[b]) < 2**-7
+        cache[b, length[b]] = exact(after[b, length[b]])
+    np.testing.assert_array_equal(exact(after), cache)
+    for b in range(3):
+        c, rope = np.split(cache[b, : length[b] + 1], [R], axis=-1)
         for h in range(H):
             keys = np.concatenate([c @ exact(k_up)[h], rope], axis=-1)
             logits = 0.1 * keys @ exact(q)[b, h]

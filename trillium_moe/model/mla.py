@@ -81,20 +81,21 @@ class MLA(nnx.Module):
         B, T, _ = x_BTD.shape
         R = self.config.mla.kv_lora_rank
         at = length_B[:, None] + jnp.arange(T)
-        q, latents, gate = self._projections(x_BTD, at)
-        new = jnp.concatenate(latents, axis=-1)
+        q, kv, gate = self._projections(x_BTD, at)
+        if T == 1 and rows is None and hasattr(self, "inner") and past.scale is None:
+            token = lambda x: None if x is None else x[:, 0]
+            norm, ups = (self.kv_norm[...], LORA_EPS), (self.packed_k_up[...], self.packed_v_up[...])
+            try:
+                o, values = latent_decode(
+                    token(q), token(kv), *norm, past.values, length_B, n_B, *ups, token(gate), self.scale
+                )
+                return self.project(o[:, None]), Latents(values)
+            except NotImplementedError:
+                pass  # the device, dtype or sizes have no kernel
+        new = jnp.concatenate(self._normed(kv), axis=-1)
         # a token that is not there gets a position of its own past the end, where writing does nothing
         place = jnp.where(jnp.arange(T) < n_B[:, None], at, past.values.shape[1] + jnp.arange(T))
         past = past.write(rows, place, new, R)
-        if T == 1 and rows is None and hasattr(self, "inner") and past.scale is None:
-            gated = None if gate is None else gate[:, 0]
-            up = self.packed_k_up[...], self.packed_v_up[...]
-            try:
-                n_keys = jnp.minimum(at[:, 0] + 1, past.values.shape[1])  # a row without a token may stand at the end
-                o = latent_decode(q[:, 0], past.values, n_keys, *up, gated, self.scale)
-                return self.project(o[:, None]), past
-            except NotImplementedError:
-                pass  # the device, dtype or sizes have no kernel
         o = cached_attention(
             q, at, lambda start, size: past.read(rows, start, size, q.dtype, R), past.values.shape[1],
             (length_B + n_B).max(), *(w.astype(q.dtype) for w in self._ups), scale=self.scale,
@@ -123,10 +124,11 @@ class MLA(nnx.Module):
             return self.k_up[...], self.v_up[...]
         return self.packed_k_up[...].transpose(1, 0, 2), self.packed_v_up[...].transpose(2, 0, 1)
 
-    def _projections(self, x_BTD, at_BT) -> tuple[Array, tuple[Array, Array], Array | None]:
-        """Queries, what is kept of the tokens, and the gate's logits."""
+    def _projections(self, x_BTD, at_BT) -> tuple[Array, Array, Array | None]:
+        """Queries, what is kept of the tokens but for the norm, and the gate's logits."""
         if not hasattr(self, "inner"):
-            return self.queries(x_BTD, at_BT), self.latents(x_BTD, at_BT), self.gate_logits(x_BTD)
+            kv = self._key_placed(linear(x_BTD, self.kv_down), at_BT)
+            return self.queries(x_BTD, at_BT), kv, self.gate_logits(x_BTD)
         c, (B, T, D) = self.config.mla, x_BTD.shape
         q_size = c.n_heads * (c.nope_dim + c.rope_dim)
         sizes = [c.q_lora_rank or q_size, c.kv_lora_rank + c.rope_dim]
@@ -137,7 +139,7 @@ class MLA(nnx.Module):
             (q,) = few_rows.linear(q, up, (q_size,), **norm)
         q = self._placed(q.reshape(B, T, c.n_heads, -1), at_BT)
         gate = gate[0].reshape(B, T, c.n_heads, -1) if gate else None
-        return q, self._kept(kept.reshape(B, T, -1), at_BT), gate
+        return q, self._key_placed(kept.reshape(B, T, -1), at_BT), gate
 
     @property
     def scale(self) -> float:
@@ -164,15 +166,19 @@ class MLA(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], at_BT: Int[Array, "B T"] | None
     ) -> tuple[Float[Array, "B T R"], Float[Array, "B T P"]]:
         """What is kept of a token: its normed latent, and one key part, shared by all heads and not normed."""
-        return self._kept(linear(x_BTD, self.kv_down), at_BT)
+        return self._normed(self._key_placed(linear(x_BTD, self.kv_down), at_BT))
 
-    def _kept(self, kv_BTX, at_BT):
+    def _key_placed(self, kv_BTX: Float[Array, "B T X"], at_BT: Int[Array, "B T"] | None) -> Float[Array, "B T X"]:
+        """Latents and key parts, these at their positions."""
         c = self.config.mla
+        if c.position != "rope":
+            return kv_BTX
         latent, k_rope = jnp.split(kv_BTX, [c.kv_lora_rank], axis=-1)
-        latent = rms_norm(latent, self.kv_norm[...], LORA_EPS)
-        if c.position == "rope":
-            k_rope = rotate(k_rope[:, :, None], at_BT, c.rope_theta)[:, :, 0]
-        return latent, k_rope
+        return jnp.concatenate([latent, rotate(k_rope[:, :, None], at_BT, c.rope_theta)[:, :, 0]], axis=-1)
+
+    def _normed(self, kv_BTX: Float[Array, "B T X"]) -> tuple[Float[Array, "B T R"], Float[Array, "B T P"]]:
+        latent, k_rope = jnp.split(kv_BTX, [self.config.mla.kv_lora_rank], axis=-1)
+        return rms_norm(latent, self.kv_norm[...], LORA_EPS), k_rope
 
     def gate_logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H V"] | None:
         """Of the output gate; None: there is none."""
