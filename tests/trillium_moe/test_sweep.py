@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from experiments.sweep import main
 from trillium_moe.config import Config, ConfigError, TrainConfig, save_config
+from trillium_moe.sweep import figures
 from trillium_moe.sweep.cluster import write_job
 from trillium_moe.sweep.execute import Launcher, is_done, read_outcome, work, write_outcome
 from trillium_moe.sweep.gather import Result, gather, summarise, write_tables
@@ -374,6 +375,21 @@ def test_measures_of_balance():
     assert read("violation_tail") == pytest.approx(0.1)
     assert read("steps_to_balance", lines[:3]) is None and read("violation_area", []) is None
     assert read("dead_experts") is None
+
+
+def test_an_arm_that_never_balances_says_so():
+    sweep = Sweep("q", BASE, chain(named("a"), named("b", **{"optim.momentum": 0.5})), "a", seeds=(0, 1),
+                  measures=("steps_to_balance", "violation_floor"))
+    line = lambda step, value: {"step": step, "router/max_violation": value, "router/floor": 0.1, "heldout/loss": 1.0}
+    curves = {("a", 0): (3.0, 0.1), ("a", 1): (3.0, 0.1), ("b", 0): (3.0, 3.0), ("b", 1): (3.0, 0.1)}
+    lines = lambda run: [line(step, value) for step, value in enumerate(curves[run.arm.name, run.seed], 1)]
+    results = [Result(run, "finished", "", lines(run), {}, 0) for run in sweep.runs]
+    a, b = summarise(sweep, results)
+    assert (a.text("steps_to_balance"), b.text("steps_to_balance")) == ("2", "never in 1 of 2")
+    (axes,) = figures.bars([a, b], "steps_to_balance").axes
+    assert [text.get_text() for text in axes.texts] == ["2", "never in 1 of 2"]
+    assert figures.bars([a, b], "violation_floor") is None  # the same for all: no picture
+    assert figures.bars([a, b], "churn") is None
 
 
 @settings(max_examples=50, deadline=None)

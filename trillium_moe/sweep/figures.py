@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from trillium_moe.sweep.gather import Result, Row
-from trillium_moe.train.figures import AMBER, GRID, INK, MUTED, SIZE, WIDE, series, styled
+from trillium_moe.sweep.measures import MEASURES
+from trillium_moe.train.figures import AMBER, GRID, HALO, INK, MUTED, SIZE, WIDE, series, styled
 
 COLOURS = ("#12306b", "#d9822b", "#0f9b8e", "#8a5fc0", "#b4540a", "#2f6fde", "#c2417c", "#5a8f29", "#697586", "#17a2c4",
            "#a58b00", "#1c2733")
@@ -67,7 +68,7 @@ def loss_curves(rows: Sequence[Row]) -> Figure | None:
         if curve is None:
             continue
         steps, loss = curve
-        loss = _smooth(loss)
+        loss = _smooth(loss, len(loss) // 20)
         left.plot(steps * row.results[0].tokens_per_step, loss, color=colour(i), label=row.name)
         rates = [r.rate for r in row.results if np.isfinite(r.rate)]
         if rates:
@@ -95,15 +96,20 @@ def balance(rows: Sequence[Row]) -> Figure | None:
     axes = figure.subplots()
     _title(axes, "Load violation", "largest expert load / mean − 1; mean over layers and seeds")
     for i, (row, (steps, values)) in enumerate(curves):
-        axes.plot(steps, values, color=colour(i), label=row.name)
+        axes.plot(steps, values, color=colour(i), alpha=0.3, lw=0.8)
+        # on a log axis: over a tenth of the steps so far on both sides
+        axes.plot(steps, _smooth(values, np.arange(len(values)) // 10), color=colour(i), label=row.name)
     floor = series(curves[0][0].results[0].lines, "router/floor")[1]
     if len(floor):
         for times, text in ((1, "sampling floor"), (2, "twice the floor: balanced")):
             axes.axhline(times * floor[-1], color=AMBER, lw=1.2, ls=(0, (4, 3)), zorder=1.5)
             axes.annotate(f"{text} {times * floor[-1]:.2f}", (1, times * floor[-1]), xycoords=("axes fraction", "data"),
-                          xytext=(-4, 3), textcoords="offset points", ha="right", color=AMBER, fontsize=8.5)
+                          xytext=(-4, -3), textcoords="offset points", ha="right", va="top", color=AMBER, fontsize=8.5,
+                          path_effects=HALO)
+        axes.set_ylim(bottom=0.7 * min(floor[-1], *(values.min() for _, (_, values) in curves)))
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         axis.set_minor_formatter(NullFormatter())
@@ -113,19 +119,20 @@ def balance(rows: Sequence[Row]) -> Figure | None:
 
 
 @styled
-def bars(rows: Sequence[Row], title: str, value: Callable[[Row], float | None], digits: int) -> Figure | None:
-    """One measure of every arm."""
-    pairs = [(row.name, value(row)) for row in rows]
-    pairs = [(name, v) for name, v in pairs if v is not None]
-    if not pairs:
+def bars(rows: Sequence[Row], name: str) -> Figure | None:
+    """One measure of every arm. None if it is the same in all arms, or none has it: that needs no picture."""
+    shown = [row for row in rows if row.count("finished")]
+    values = [row.average(name) for row in shown]
+    if len(set(values)) < 2:
         return None
-    figure = Figure(figsize=(SIZE[0], 1.1 + 0.34 * len(pairs)))
+    figure = Figure(figsize=(SIZE[0], 1.1 + 0.34 * len(shown)))
     axes = figure.subplots()
-    axes.set_title(title)
-    drawn = axes.barh(range(len(pairs)), [v for _, v in pairs], color="#9cc2f5", height=0.62)
-    axes.bar_label(drawn, [f"{v:,.{digits}f}" for _, v in pairs], padding=4, fontsize=8.5, color=INK)
-    axes.set_yticks(range(len(pairs)), [name for name, _ in pairs])
-    axes.set_ylim(len(pairs) - 0.4, -0.6)
+    title = MEASURES[name].title
+    axes.set_title(title[0].upper() + title[1:])
+    drawn = axes.barh(range(len(shown)), [v or 0.0 for v in values], color="#9cc2f5", height=0.62)
+    axes.bar_label(drawn, [row.text(name) for row in shown], padding=4, fontsize=8.5, color=INK)
+    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", labelcolor=INK)
@@ -146,9 +153,8 @@ def mean_curve(results: Sequence[Result], name: str) -> tuple[np.ndarray, np.nda
     return common, np.mean([values[np.isin(steps, common)] for steps, values in found], axis=0)
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over up to 5% of the curve on both sides; shorter towards the ends, so neither end is moved."""
-    reach = len(values) // 20
+def _smooth(values: np.ndarray, reach: int | np.ndarray) -> np.ndarray:
+    """Mean over up to `reach` neighbours on both sides; over fewer near the ends, so neither end is moved."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     i = np.arange(len(values))
     half = np.minimum(reach, np.minimum(i, len(values) - 1 - i))

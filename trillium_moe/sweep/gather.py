@@ -105,10 +105,21 @@ class Row:
     def count(self, status: str) -> int:
         return sum(r.status == status for r in self.results)
 
+    def values(self, name: str) -> list[float]:
+        """A measure of the finished runs that have it."""
+        return [v for v in (r.measure(name) for r in self.results if r.status == "finished") if v is not None]
+
     def average(self, name: str) -> float | None:
-        """A measure, over the runs that have it; None if no run, or fewer than half of them, has."""
-        values = [v for v in (r.measure(name) for r in self.results if r.status == "finished") if v is not None]
-        return float(np.mean(values)) if values and 2 * len(values) > self.count("finished") else None
+        """A measure, over the runs that have it; None unless more than half of the finished runs have."""
+        values = self.values(name)
+        return float(np.mean(values)) if 2 * len(values) > self.count("finished") else None
+
+    def text(self, name: str) -> str:
+        """The average as tables and pictures show it."""
+        value, have, done = self.average(name), len(self.values(name)), self.count("finished")
+        if value is None and done:
+            return f"{MEASURES[name].missing} in {done - have} of {done}" if have else MEASURES[name].missing
+        return _number(value, MEASURES[name].digits)
 
 
 def summarise(sweep: Sweep, results: Sequence[Result]) -> list[Row]:
@@ -205,8 +216,7 @@ def columns(sweep: Sweep, rows: Sequence[Row]) -> dict[str, list[str]]:
     size = lambda row: f" ({abs(row.difference) / row.pooled:.1f} seed deviations)" if row.pooled else ""
     table["verdict"] = [row.verdict + size(row) for row in rows]
     for name in sweep.measures:
-        measure = MEASURES[name]
-        table[measure.title] = [_number(row.average(name), measure.digits) for row in rows]
+        table[MEASURES[name].title] = [row.text(name) for row in rows]
     table["tokens"] = [_number(mean(row, [r.tokens for r in done(row)]), 0) for row in rows]
     return table
 

@@ -16,6 +16,7 @@ class Measure:
     title: str
     read: Callable[[Lines], float | None]  # None: the run does not have it, or never got there
     digits: int = 3
+    missing: str = "-"  # what a table says of runs that do not have it
 
 
 def last(name: str) -> Callable[[Lines], float | None]:
@@ -56,7 +57,7 @@ def violation_tail(lines: Lines) -> float | None:
 
 
 MEASURES = {
-    "steps_to_balance": Measure("step of MaxVio < 2 floors, after its peak", steps_to_balance, 0),
+    "steps_to_balance": Measure("step of MaxVio < 2 floors, after its peak", steps_to_balance, 0, "never"),
     "violation_area": Measure("mean MaxVio", violation_area),
     "violation_tail": Measure("MaxVio, last fifth", violation_tail),
     "violation_floor": Measure("sampling floor", last("router/floor")),

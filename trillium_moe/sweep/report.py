@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from trillium_moe.sweep import figures
 from trillium_moe.sweep.gather import NOTE, Result, Row, columns, config_hash, provenance, summarise, timing
 from trillium_moe.sweep.ladder import ladder_figure, ladder_table
-from trillium_moe.sweep.measures import MEASURES
 from trillium_moe.sweep.plan import Sweep
 from trillium_moe.train.report import png
 from trillium_moe.train.report_page import PAGE
@@ -41,8 +40,7 @@ def write_report(sweep: Sweep, results: Sequence[Result], workdir: epath.PathLik
         "loss": figures.loss_curves(rows),
     }
     for name in sweep.measures:
-        measure = MEASURES[name]
-        pictures[name] = figures.bars(rows, measure.title, lambda row, name=name: row.average(name), measure.digits)
+        pictures[name] = figures.bars(rows, name)
     folder = workdir / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     shown = {}
