@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pallas_kernels.router import router as route
 from trillium_moe.infer.generate import LoadedModel
@@ -65,6 +66,7 @@ def plot_maxima(data: Maxima, bound: float | None = None) -> Figure:
     if bound is not None:
         axes.axhline(bound, color=figures.AMBER, ls=(0, (4, 3)), lw=1.2, label=f"bound {bound:g}")
     axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layer")
     axes.legend(fontsize=8.5)
     return figure

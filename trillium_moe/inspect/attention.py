@@ -58,7 +58,8 @@ def plot_entropy(bits_LHT: Float[np.ndarray, "L H T"]) -> Figure:
     axes = figure.subplots()
     axes.set_title("Attention of the MLA heads")
     at = np.arange(1, bits_LHT.shape[2] + 1)
-    axes.plot(at, at, color=figures.AMBER, ls=(0, (4, 3)), lw=1.2, label="all that can be seen")
+    axes.plot(at, at, color=figures.AMBER, ls=(0, (4, 3)), lw=1.2, zorder=3,
+              label="all that can be seen")
     for i, heads in enumerate(bits_LHT):
         shade = figures.SEQUENTIAL(0.3 + 0.7 * i / max(1, len(bits_LHT) - 1))
         for h, row in enumerate(heads):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pallas_kernels.router import router as route
 from trillium_moe.evals.churn import overlap
@@ -98,6 +99,7 @@ def plot_by_layer(values_L: Float[np.ndarray, " L"], title: str) -> Figure:
     axes = figure.subplots()
     axes.set_title(title)
     axes.bar(range(len(values_L)), values_L, color=figures.BLUE, width=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("MoE layer")
     axes.axhline(0, color=figures.MUTED, lw=1)
     axes.grid(axis="x", visible=False)

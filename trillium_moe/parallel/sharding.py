@@ -102,7 +102,7 @@ def batch_spec() -> P:
     return P(BATCH, "context")
 
 
-def state_shardings(state: Any, mesh: Mesh) -> Any:
+def state_shardings(state: Any, mesh: AnyMesh) -> Any:
     """Shardings of a `TrainState` of arrays or shapes; the variables' metadata say what they are."""
     def place(spec_of, tree):
         def one(x):
