@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -206,7 +207,11 @@ def check_same_sweep(spec: str, workdir: epath.PathLike) -> None:
     """
     path = epath.Path(workdir) / "sweep.txt"
     file = lambda text: Path(text.partition(":")[0]).name
-    there = path.read_text().strip() if path.exists() else spec
-    check(file(there) == file(spec), "sweep", spec, f"workdir={str(workdir)!r} holds {there}; name a new workdir")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(spec + "\n")
+    there = path.read_text().strip() if path.exists() else ""
+    check(file(there) in ("", file(spec)), "sweep", spec,
+          f"workdir={str(workdir)!r} holds {there}; name a new workdir")
+    if there != spec:  # workers that start together find it written, and must not see it half written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.parent / f"sweep.txt.{os.getpid()}"
+        part.write_text(spec + "\n")
+        part.replace(path)
