@@ -114,7 +114,7 @@ def balance(rows: Sequence[Row]) -> Figure | None:
         axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("step")
-    axes.legend(fontsize=8.5)
+    axes.legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1))  # beside: sweeps may have many arms
     return figure
 
 
@@ -154,11 +154,13 @@ def mean_curve(results: Sequence[Result], name: str) -> tuple[np.ndarray, np.nda
 
 
 def _smooth(values: np.ndarray, reach: int | np.ndarray) -> np.ndarray:
-    """Mean over up to `reach` neighbours on both sides; over fewer near the ends, so neither end is moved."""
+    """Mean over up to `reach` neighbours on both sides: no more than lie before a value, so that the steep beginning is
+    not moved, and those that are left after it, so that the last batch alone does not make the end."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     i = np.arange(len(values))
-    half = np.minimum(reach, np.minimum(i, len(values) - 1 - i))
-    return (total[i + half + 1] - total[i - half]) / (2 * half + 1)
+    before = np.minimum(reach, i)
+    after = np.minimum(before, len(values) - 1 - i)
+    return (total[i + after + 1] - total[i - before]) / (before + after + 1)
 
 
 def _title(axes: Axes, title: str, unit: str) -> None:
