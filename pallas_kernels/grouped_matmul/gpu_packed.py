@@ -40,6 +40,7 @@ class PackedTiles:
       stages: in flight.
       consumers: warpgroups, 64 columns each.
       panel: row blocks of a group that are worked on together, column after column.
+      light_last: deal tiles of few rows after all others, as in `config.Tiles`.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class PackedTiles:
     stages: int = 4
     consumers: int = 2
     panel: int = 8
+    light_last: bool = False
 
     @property
     def block(self) -> int:

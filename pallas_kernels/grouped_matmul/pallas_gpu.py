@@ -80,7 +80,7 @@ def packed_rows(lhs_MK, rhs_GKN: Packed, group_sizes_G, tiles: PackedTiles):
     return packed_product(lhs_MK, rhs_GKN.codes, rhs_GKN.scales, count, table, tiles).T
 
 
-def row_tiles(group_sizes_G, M: int, columns: int, tiles: Tiles, workers: int):
+def row_tiles(group_sizes_G, M: int, columns: int, tiles: Tiles | PackedTiles, workers: int):
     """The tiles of a product over rows: (count, [T, 4] of group, first row, rows, column block).
 
     Row blocks start where their group does; the rows after the last group are a group of their own, number G. Within a

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles, interleave
-from pallas_kernels.grouped_matmul.pallas_gpu import packed_rows
+from pallas_kernels.grouped_matmul.pallas_gpu import packed_rows, row_tiles
 from pallas_kernels.mxfp4 import Packed
 from tests.pallas_kernels.test_grouped_matmul import by_hand
 from tests.pallas_kernels.test_grouped_matmul_gpu import SIZES, assert_close
@@ -41,6 +41,18 @@ def test_columns_are_interleaved_as_nibbles_are_unpacked():
             nibbles = 64 * block + 16 * q + np.arange(16)  # elements of the thread's 8 bytes, low nibbles first
             for w, i, e in np.ndindex(2, 4, 2):
                 assert order[64 * block + 8 * (4 * w + i) + 2 * q + e] == nibbles[8 * w + i + 4 * e]
+
+
+@pytest.mark.parametrize("tiles", [PackedTiles(8, 4), PackedTiles(64, 2, panel=2)], ids=str)
+def test_every_row_of_every_group_is_in_one_tile_of_each_column(tiles):
+    sizes, M, columns = np.array([8, 0, 200, 64]), 320, 3
+    count, table = row_tiles(jnp.asarray(sizes), M, columns, tiles, workers=5)
+    seen = np.zeros((M, columns), int)
+    ends = np.cumsum(sizes)
+    for group, row, rows, column in np.asarray(table)[: int(count[0])]:
+        assert row >= (ends[group - 1] if group else 0) and row + rows <= (ends[group] if group < 4 else M)
+        seen[row : row + rows, column] += 1
+    assert (seen == 1).all()
 
 
 @on_hopper
