@@ -49,7 +49,11 @@ class Packed:
         return self
 
     def unpack(self, dtype) -> Float[Array, "*b K N"]:
-        return jnp.swapaxes(unpack(self.codes, jnp.swapaxes(self.scales, -1, -2), dtype), -1, -2)
+        return jnp.swapaxes(self.unpack_transposed(dtype), -1, -2)
+
+    def unpack_transposed(self, dtype) -> Float[Array, "*b N K"]:
+        """In the order that the codes lie in."""
+        return unpack(self.codes, jnp.swapaxes(self.scales, -1, -2), dtype)
 
 
 def unpack(
@@ -68,7 +72,7 @@ def unpack(
     if dtype.itemsize not in _BITS or dtype == jnp.float16:
         return unpack(codes, scales).astype(dtype)
     bits, mantissa = _BITS[dtype.itemsize]
-    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1)
+    pairs = (codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15  # a stack would be an array of its own on GPUs
     nibble = pairs.reshape(*scales.shape, GROUP).astype(jnp.int32)
     scale = scales[..., None].astype(jnp.int32)
     m = nibble & 7

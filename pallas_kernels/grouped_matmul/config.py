@@ -55,7 +55,7 @@ def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int) -> Tiles:
 
 
 # Rows of each group, padding included, up to which a matrix is unpacked again for every 8 of them. The tiles for more
-# rows are written (`gpu_packed`) but have not been checked on a card.
+# rows are written (`gpu_packed`) and right on a card, but have not been timed.
 _PACKED_ROWS = 32
 
 

@@ -63,7 +63,8 @@ class GpuProducts:
             M, (G, K, N) = lhs[0].shape[0], rhs[0].shape
             if not transposed and (tiles := packed_tiles(M, G, K, N)):
                 return sum(packed_rows(x, w, group_sizes_G, tiles) for x, w in zip(lhs, rhs))
-            rhs = [w.unpack(x.dtype) for x, w in zip(lhs, rhs)]  # many rows of each: multiplying is all the time
+            # many rows of each matrix: unpacked first, and as they lie, for turning them takes longer than multiplying
+            rhs, transposed = [w.unpack_transposed(x.dtype) for x, w in zip(lhs, rhs)], not transposed
         G, N = rhs[0].shape[0], rhs[0].shape[1 if transposed else 2]
         tiles = gpu_tiles(self.kind, "transposed" if transposed else "rows", lhs[0].shape[0], G, lhs[0].shape[1], N)
         return rows_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)[0]

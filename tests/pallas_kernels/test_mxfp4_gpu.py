@@ -10,10 +10,10 @@ import pytest
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles, interleave
-from pallas_kernels.grouped_matmul.pallas_gpu import packed_rows, row_tiles
+from pallas_kernels.grouped_matmul.pallas_gpu import GpuProducts, packed_rows, row_tiles
 from pallas_kernels.mxfp4 import Packed
 from tests.pallas_kernels.test_grouped_matmul import by_hand
-from tests.pallas_kernels.test_grouped_matmul_gpu import SIZES, assert_close
+from tests.pallas_kernels.test_grouped_matmul_gpu import SIZES, assert_close, interpreted  # noqa: F401
 from tests.pallas_kernels.test_kda_gpu import h200, on_hopper  # noqa: F401
 
 ALL_TILES = [PackedTiles(8, 4), PackedTiles(8, 1, stages=3), PackedTiles(16, 2), PackedTiles(64, 2),
@@ -63,6 +63,19 @@ def test_parity(name, tiles):
     x, w, x32, w32 = operands(sizes, 3200 if len(sizes) > 6 else 1200, 512, 768)
     got = jax.jit(functools.partial(packed_rows, tiles=tiles))(x, w, jnp.asarray(sizes))
     assert_close(got, by_hand(x32, w32, np.zeros((len(x), 768), np.float32), sizes)[0], 3e-3)
+
+
+@pytest.mark.slow
+def test_many_rows_interpreted(interpreted):  # noqa: F811
+    """More than 32 rows for each matrix, which is unpacked as it lies: the product, and the gradient of the rows."""
+    sizes, K, N = [72, 0, 136, 8], 128, 64
+    x, w, x32, w32 = operands(sizes, 256, K, N)
+    d = np.random.default_rng(1).normal(size=(256, N)).astype(np.float32)
+    d[sum(sizes) :] = np.nan
+    product, s = GpuProducts("NVIDIA H200").rows, jnp.asarray(sizes)
+    want, d_x, _ = by_hand(x32, w32, d, sizes)
+    assert_close(product([x], [w], s), want, 3e-3)
+    assert_close(product([jnp.asarray(d, jnp.bfloat16)], [w], s, transposed=True), d_x, 1e-2)
 
 
 @on_hopper
