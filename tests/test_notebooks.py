@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 QUICK = {"decay_and_tiles": 2, "quantile_balancing": 2}  # pictures of each, at least
-SLOW = {"agent": 4, "attention_residuals": 4, "long_context": 3, "pod_plan": 1}
+SLOW = {"agent": 4, "attention_residuals": 4, "first_steps": 8, "long_context": 3, "pod_plan": 1}
 
 
 def cells(path: Path) -> list[tuple[str, str]]:
