@@ -183,8 +183,8 @@ def _ask(flags, ladder, workdir):
         state = _read(workdir / f"{name}.state.npz", abstract_state(config))
         last = name == next(reversed(ladder))
         own = tuple(n for n in lengths if last or n <= flags.reach * config.data.seq_len)
-        suite = LongConfig(tuple(flags.tasks), own, flags.answers, flags.eval_tokens, focus=config.data.seq_len,
-                           capacity=lengths[-1], generate=0, text=False, rows=1, chunk=chunk)
+        suite = LongConfig(tasks=tuple(flags.tasks), lengths=own, answers=flags.answers, tokens=flags.eval_tokens,
+                           focus=config.data.seq_len, capacity=lengths[-1], generate=0, text=False, rows=1, chunk=chunk)
         began = time.time()
         long = evaluate(first.model, state.params, state.router_bias, tokenizer, held.rows.documents, suite,
                         lambda line, name=name: _say(f"after {name}", line))

@@ -31,8 +31,8 @@ def run(flags):
     model = load_model(workdir_of(flags, exists=True))
     held = make_pipeline(model.config, "heldout", tokenizer=model.tokenizer, threads=0).rows.documents
     lengths = tuple(sorted(map(int, flags.lengths)))
-    suite = LongConfig(("needle",), lengths, flags.answers, flags.answers * lengths[-1], generate=0, text=False, rows=1,
-                       chunk=flags.chunk)
+    suite = LongConfig(tasks=("needle",), lengths=lengths, answers=flags.answers, tokens=flags.answers * lengths[-1],
+                       generate=0, text=False, rows=1, chunk=flags.chunk)
     query = "q_up" if model.config.model.mla.q_lora_rank else "q"
     blind = jax.tree_util.tree_map_with_path(
         lambda path, x: x * 0 if {"mla", query} <= {getattr(key, "key", None) for key in path} else x, model.params)

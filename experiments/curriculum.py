@@ -72,7 +72,7 @@ def run(flags):
     def suite(config):
         tasks = tuple(flags.tasks) or stages.EVALUATIONS
         asked = lengths(config.data.seq_len, windows, longest, flags.reach)
-        return LongConfig(tasks, asked, flags.answers, flags.eval_tokens,
+        return LongConfig(tasks=tasks, lengths=asked, answers=flags.answers, tokens=flags.eval_tokens,
                           focus=config.data.seq_len, capacity=max(longest, windows[-1]), generate=flags.generate,
                           rows=flags.eval_rows, chunk=flags.eval_chunk)
 

@@ -81,8 +81,8 @@ def run_long(flags, workdir):
     window = model.config.data.seq_len
     lengths = tuple(sorted(lengths or (window // 4, window // 2, window, 2 * window)))
     tasks = tuple(TASKS) if flags.tasks == ["all"] else tuple(flags.tasks)
-    suite = LongConfig(tasks, lengths, flags.answers, flags.tokens, flags.depths, flags.generate, rows=flags.rows,
-                       chunk=flags.chunk)
+    suite = LongConfig(tasks=tasks, lengths=lengths, answers=flags.answers, tokens=flags.tokens, depths=flags.depths,
+                       generate=flags.generate, rows=flags.rows, chunk=flags.chunk)
     documents = make_pipeline(model.config, "heldout", workdir, tokenizer=model.tokenizer, threads=0).rows.documents
     out = evaluate(model.config.model, model.params, model.router_bias, model.tokenizer, documents, suite,
                    lambda line: print(line, file=sys.stderr))

@@ -115,7 +115,8 @@ def test_gain_from_context():
 
 def test_a_model_without_training_is_at_chance(variables):
     _, params, bias = variables
-    config = LongConfig(("needle", "chunk_order", "document_qa"), (64, 256), answers=8, generate=2, rows=2, chunk=32)
+    tasks = "needle", "chunk_order", "document_qa"
+    config = LongConfig(tasks=tasks, lengths=(64, 256), answers=8, generate=2, rows=2, chunk=32)
     said = []
     out = long.evaluate(SMALL, params, bias, BYTES, DOCUMENTS, config, said.append)
     found = {(c["task"], c["length"]) for c in out["cells"]}

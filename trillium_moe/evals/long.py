@@ -27,7 +27,7 @@ from trillium_moe.shapes import PyTree
 HELD = 1 << 40  # first part of the keys of evaluation examples: training never uses it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LongConfig:
     """What is asked, at which lengths."""
 
