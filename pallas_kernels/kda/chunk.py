@@ -72,6 +72,15 @@ class Visibility(NamedTuple):
     across: Array | np.ndarray  # [.., 1]: one document runs from entry to exit
 
 
+def padding(T: int, C: int) -> int:
+    """Tokens that are missing to whole chunks, of which there are two at least.
+
+    XLA inlines a loop of one step, and then its CPU backend (0.11.2) reads past the end of the entry state where that
+    is a constant: products of a broadcast zero came out as 1e30.
+    """
+    return max(2 * C - T, -T % C)
+
+
 def visibility(segment_ids: Int[Array, "B T"] | None, config: ChunkConfig) -> Visibility:
     C, R = config.chunk, config.tile
     earlier = np.tri(C, k=-1, dtype=bool)
@@ -80,7 +89,7 @@ def visibility(segment_ids: Int[Array, "B T"] | None, config: ChunkConfig) -> Vi
         return Visibility(earlier, tile, np.ones((C, 1), bool), np.ones((C, 1), bool), np.ones(1, bool))
 
     B, T = segment_ids.shape
-    ids = jnp.pad(segment_ids, ((0, 0), (0, -T % C)), mode="edge")  # padding must let the last state through
+    ids = jnp.pad(segment_ids, ((0, 0), (0, padding(T, C))), mode="edge")  # padding must let the last state through
     before = jnp.pad(ids, ((0, 0), (1, 0)), mode="edge")[
         :, :-1
     ]  # the first chunk is entered by its first document

@@ -68,13 +68,8 @@ def kda_xla(
 
 
 def _chunk_rows(x_BTH: Array, C: int) -> Array:
-    """[B, T, H, ..] -> [N, B, H, C, ..], the tail padded with zeros: k = beta = g = 0 changes no state.
-
-    N is 2 at least. XLA inlines a loop of one step, and then its CPU backend (0.11.2) reads past the end of the entry
-    state where that is a constant: products of a broadcast zero came out as 1e30.
-    """
-    T = x_BTH.shape[1]
-    x = jnp.pad(x_BTH, ((0, 0), (0, max(2 * C - T, -T % C))) + ((0, 0),) * (x_BTH.ndim - 2))
+    """[B, T, H, ..] -> [N, B, H, C, ..], the tail padded with zeros: k = beta = g = 0 changes no state."""
+    x = jnp.pad(x_BTH, ((0, 0), (0, chunk.padding(x_BTH.shape[1], C))) + ((0, 0),) * (x_BTH.ndim - 2))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, C, *x.shape[2:]), (1, 3), (0, 2))
 
 

@@ -56,6 +56,13 @@ def test_outputs_alone_of_one_chunk_from_no_state():
         np.testing.assert_allclose(jax.jit(op("xla"))(*inputs), want, atol=1e-5)
 
 
+def test_the_state_of_less_than_a_chunk_of_documents_passes_the_padding():
+    (q, k, v, g, beta), state = make(24, B=1, dtype=np.float32)
+    ids = jnp.asarray(np.repeat([[3, 5]], [10, 14], axis=1))
+    op = lambda how: kda(q, k, v, g, beta, initial_state=state, segment_ids=ids, implementation=how)[1]
+    np.testing.assert_allclose(op("xla"), op("reference"), atol=1e-5)
+
+
 @functools.partial(fast_jit, static_argnums=0)
 def evaluate(op, inputs, initial_state, segment_ids=None):
     """Values and all gradients of a functional with fixed random weights, in the order of NAMES."""

@@ -61,6 +61,10 @@ def test_walk_is_the_model(model, walked, whole):
     np.testing.assert_allclose(logit, aux["mla"]["max_logit"][0], rtol=1e-4)
 
 
+def _output(sub, o):
+    return sub.module.output(o, sub.module.gate_logits(sub.x_BTD), sub.x_BTD.dtype)
+
+
 def test_memory_and_states(model, tokens, walked, whole):
     data = memory.memory(model, tokens)
     np.testing.assert_allclose(data.log_decay_LHK, whole[1]["kda"]["log_decay_mean"], rtol=1e-4)
@@ -68,7 +72,7 @@ def test_memory_and_states(model, tokens, walked, whole):
     np.testing.assert_allclose(np.exp(data.log_decay_LHK * data.half_life_LHK), 0.5, rtol=1e-6)
     sub = walked[2]
     o, states = memory.states(*memory.inputs(sub.module, sub.x_BTD))
-    np.testing.assert_allclose(sub.module.output(sub.x_BTD, o), sub.y_BTD, rtol=2e-3, atol=2e-4)  # chunked there
+    np.testing.assert_allclose(_output(sub, o), sub.y_BTD, rtol=2e-3, atol=2e-4)  # chunked there
     curve = memory.state_curve(model, tokens, every=8)
     np.testing.assert_array_equal(curve.position_N, [8, 16, 24, 32])
     frobenius = np.sqrt(np.square(np.asarray(states)[7]).sum((-1, -2))).mean(0)  # after 8 tokens, of the second layer
@@ -127,7 +131,7 @@ def test_attention_probabilities_reproduce_the_layer(model, tokens, walked):
     latent, _ = sub.module.latents(sub.x_BTD, None)
     v = jnp.einsum("bsr,rhv->bshv", latent, sub.module.v_up[...])
     o = jnp.einsum("bhts,bshv->bthv", p, v)
-    np.testing.assert_allclose(sub.module.output(sub.x_BTD, o), sub.y_BTD, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(_output(sub, o), sub.y_BTD, rtol=1e-3, atol=1e-5)
     bits = attention.entropy(model, tokens)
     assert bits.shape == (1, 2, T) and (np.abs(bits[..., 0]) < 1e-6).all()
     assert (bits <= np.log2(np.arange(1, T + 1)) + 1e-4).all()
