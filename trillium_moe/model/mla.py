@@ -11,6 +11,7 @@ from flax import nnx
 from pallas_kernels import few_rows
 from pallas_kernels.attention.cached import cached_attention
 from pallas_kernels.attention.gpu_decode import latent_decode
+from pallas_kernels.dispatch import dispatch
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.cache import Latents
 from trillium_moe.model.context import Context
@@ -82,25 +83,30 @@ class MLA(nnx.Module):
         R = self.config.mla.kv_lora_rank
         at = length_B[:, None] + jnp.arange(T)
         q, kv, gate = self._projections(x_BTD, at)
-        if T == 1 and rows is None and hasattr(self, "inner") and past.scale is None:
+
+        def one_token():
             token = lambda x: None if x is None else x[:, 0]
             norm, ups = (self.kv_norm[...], LORA_EPS), (self.packed_k_up[...], self.packed_v_up[...])
-            try:
-                o, values = latent_decode(
-                    token(q), token(kv), *norm, past.values, length_B, n_B, *ups, token(gate), self.scale
-                )
-                return self.project(o[:, None]), Latents(values)
-            except NotImplementedError:
-                pass  # the device, dtype or sizes have no kernel
-        new = jnp.concatenate(self._normed(kv), axis=-1)
-        # a token that is not there gets a position of its own past the end, where writing does nothing
-        place = jnp.where(jnp.arange(T) < n_B[:, None], at, past.values.shape[1] + jnp.arange(T))
-        past = past.write(rows, place, new, R)
-        o = cached_attention(
-            q, at, lambda start, size: past.read(rows, start, size, q.dtype, R), past.values.shape[1],
-            (length_B + n_B).max(), *(w.astype(q.dtype) for w in self._ups), scale=self.scale,
-        )  # fmt: skip
-        return self.output(o, gate, x_BTD.dtype), past
+            o, values = latent_decode(
+                token(q), token(kv), *norm, past.values, length_B, n_B, *ups, token(gate), self.scale
+            )
+            return self.project(o[:, None]), Latents(values)
+
+        def any_tokens():
+            new = jnp.concatenate(self._normed(kv), axis=-1)
+            # a token that is not there gets a position of its own past the end, where writing does nothing
+            place = jnp.where(jnp.arange(T) < n_B[:, None], at, past.values.shape[1] + jnp.arange(T))
+            written = past.write(rows, place, new, R)
+            o = cached_attention(
+                q, at, lambda start, size: written.read(rows, start, size, q.dtype, R), past.values.shape[1],
+                (length_B + n_B).max(), *(w.astype(q.dtype) for w in self._ups), scale=self.scale,
+            )  # fmt: skip
+            return self.output(o, gate, x_BTD.dtype), written
+
+        ways = {"xla": any_tokens}
+        if T == 1 and rows is None and hasattr(self, "inner") and past.scale is None:
+            ways["pallas_gpu"] = one_token
+        return dispatch("attention over latents", ways, None)
 
     def pack(self) -> None:
         """For generation on one device: one matrix for all that multiplies x (`pallas_kernels.few_rows`)."""
