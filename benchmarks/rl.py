@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from configs.rl import get_config
-from trillium_moe.config import from_config_dict
+from trillium_moe.config_files import from_config_dict
 from trillium_moe.rl.config import EffortConfig, RLConfig
 from trillium_moe.rl.loop import train
 from trillium_moe.rl.report import bounds, sft_only

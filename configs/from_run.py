@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # config_flags loads this file from anywhere
 
-from trillium_moe.config import load_config, to_config_dict
+from trillium_moe.config_files import load_config, to_config_dict
 
 
 def get_config(workdir: str):

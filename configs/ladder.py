@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # config_flags loa
 from dataclasses import replace
 
 from configs import pretrain, stages
-from trillium_moe.config import ConfigError, check_choice, from_config_dict, to_config_dict
+from trillium_moe.config import ConfigError, check_choice
+from trillium_moe.config_files import from_config_dict, to_config_dict
 
 DEFAULTS = {"scale": "small", "stage": "8k", "shrink": "1", "tokens": "0", "mix": "pretrain", "rate": "continue",
             "start": "before"}

@@ -11,15 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # config_flags loads this file from anywhere
 
 from configs import scales, stages
-from trillium_moe.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    OptimConfig,
-    TrainConfig,
-    check_choice,
-    to_config_dict,
-)
+from trillium_moe.config import Config, ConfigError, DataConfig, OptimConfig, TrainConfig, check_choice
+from trillium_moe.config_files import to_config_dict
 
 DEFAULTS = {"scale": "tiny", "stage": "8k", "shrink": "16"}
 

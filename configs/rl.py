@@ -19,8 +19,8 @@ from trillium_moe.config import (
     MoEConfig,
     OptimConfig,
     check_choice,
-    to_config_dict,
 )
+from trillium_moe.config_files import to_config_dict
 from trillium_moe.rl.config import OBJECTIVES, ObjectiveConfig, RLConfig, RolloutConfig, SFTConfig, TaskConfig
 
 # one line of index and marked pages: what a model of two layers learns within minutes

@@ -23,8 +23,8 @@ from trillium_moe.config import (
     TrainConfig,
     VisionConfig,
     check_choice,
-    to_config_dict,
 )
+from trillium_moe.config_files import to_config_dict
 
 
 def tiny() -> Config:

@@ -19,7 +19,8 @@ from typing import Any
 from absl import flags, logging
 from ml_collections import config_flags
 
-from trillium_moe.config import Config, ConfigError, from_config_dict
+from trillium_moe.config import Config, ConfigError
+from trillium_moe.config_files import from_config_dict
 
 Define = Callable[[flags.FlagValues], None]
 Run = Callable[[flags.FlagValues], dict[str, Any]]

@@ -27,7 +27,7 @@ def define(flags):
 def run(flags):
     import dataclasses
 
-    from trillium_moe.config import from_config_dict
+    from trillium_moe.config_files import from_config_dict
     from trillium_moe.rl.config import RLConfig
     from trillium_moe.rl.loop import train
     from trillium_moe.rl.report import summary, write_report

@@ -113,7 +113,7 @@ assert curves["index, then the page (oracle)"][-1] == 1 > curves["random calls, 
 
 # %%
 from configs.rl import get_config
-from trillium_moe.config import from_config_dict
+from trillium_moe.config_files import from_config_dict
 from trillium_moe.rl.config import RLConfig
 from trillium_moe.rl.run import Run, Work
 

@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from configs.pretrain import get_config
-from trillium_moe.config import from_config_dict
+from trillium_moe.config_files import from_config_dict
 from trillium_moe.train.counts import count_modules, human, totals
 
 config = from_config_dict(get_config("scale=tiny,shrink=64"))  # windows of 128 bytes instead of 8,192

@@ -26,7 +26,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from configs.pretrain import get_config
-from trillium_moe.config import MeshConfig, from_config_dict
+from trillium_moe.config import MeshConfig
+from trillium_moe.config_files import from_config_dict
 from trillium_moe.parallel.chips import CHIPS
 from trillium_moe.parallel.mesh import AXES, mesh_shape
 from trillium_moe.parallel.sharding import state_shardings

@@ -1,10 +1,10 @@
 """Every decision of a run as frozen dataclasses that check themselves.
 
 An experiment is a file in `configs/` whose `get_config` returns these dataclasses as an `ml_collections.ConfigDict`
-(`to_config_dict`), so that every field can be overridden from the command line (`--config.train.steps=200`).
-`from_config_dict` turns the result back into dataclasses: an unknown key, a value out of range or a conflict is one
-`ConfigError` that names the key, the value and the mend. `save_config` writes the resolved config into the run
-directory; `configs/from_run.py:DIR` repeats that run.
+(`config_files.to_config_dict`), so that every field can be overridden from the command line
+(`--config.train.steps=200`). `config_files.from_config_dict` turns the result back into dataclasses: an unknown key, a
+value out of range or a conflict is one `ConfigError` that names the key, the value and the mend. `save_config` there
+writes the resolved config into the run directory; `configs/from_run.py:DIR` repeats that run.
 
 Zero, "" and () mean "off" or "chosen from the other fields", as each comment says: no field is ever None, so that
 every override has a type.
@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from dataclasses import dataclass, field
 from typing import Any
-
-import ml_collections
-from etils import epath
 
 from pallas_kernels.kda.config import ChunkConfig
 from pallas_kernels.kda.numerics import lowest_kernel_gate
@@ -464,62 +460,3 @@ class Config:
               self.model.vocab_size, f"must be at least data.bpe_vocab={self.data.bpe_vocab}")
         check(self.images.share == 0 or self.model.vision.n_layers > 0, "images.share", self.images.share,
               "a model without vision cannot read pictures; set model.vision.n_layers, or images.share=0")
-
-
-def to_config_dict(config: Any) -> ml_collections.ConfigDict:
-    """A dataclass, nested ones included, as a locked ConfigDict."""
-    def convert(value):
-        if dataclasses.is_dataclass(value):
-            fields = dataclasses.fields(value)
-            return ml_collections.ConfigDict({f.name: convert(getattr(value, f.name)) for f in fields})
-        return value
-    return convert(config).lock()
-
-
-def from_config_dict(values: Any, cls: type = Config, path: str = "") -> Any:
-    """Builds `cls` from a (nested) mapping. Missing keys take defaults.
-
-    Raises:
-      ConfigError: for an unknown key (with the nearest known one), a value of the wrong type, or a failed check.
-    """
-    values = dict(values)
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    out = {}
-    for key, value in values.items():
-        name = f"{path}{key}"
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {path}{near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"config {name}={value!r}: unknown key; {hint}")
-        factory = known[key].default_factory
-        default = factory() if factory is not dataclasses.MISSING else known[key].default
-        if dataclasses.is_dataclass(default):
-            out[key] = from_config_dict(value, type(default), f"{name}.")
-        else:
-            out[key] = _cast(name, value, default)
-    return cls(**out)
-
-
-def _cast(name: str, value: Any, default: Any) -> Any:
-    """`value` as the type of `default`; only lossless changes of type are made."""
-    if isinstance(default, tuple) and isinstance(value, (list, tuple)):
-        return tuple(value)
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    same = isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool)
-    check(same, name, value, f"must be of type {type(default).__name__}, like the default {default!r}")
-    return value
-
-
-def save_config(config: Any, workdir: epath.PathLike) -> None:
-    """Writes `config.json` into `workdir`."""
-    workdir = epath.Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-
-
-def load_config(workdir: epath.PathLike, cls: type = Config) -> Any:
-    """Reads the config of a run, of the class that it was. Raises ConfigError if the directory holds none."""
-    path = epath.Path(workdir) / "config.json"
-    check(path.exists(), "workdir", str(workdir), "holds no config.json; name the directory of a run")
-    return from_config_dict(json.loads(path.read_text()), cls)

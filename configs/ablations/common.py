@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a sweep file may be loaded from anywhere
 
 from configs import pretrain
-from trillium_moe.config import Config, ConfigError, check_choice, from_config_dict
+from trillium_moe.config import Config, ConfigError, check_choice
+from trillium_moe.config_files import from_config_dict
 
 OWN = ("seeds", "steps", "rows", "keep")
 

@@ -29,8 +29,8 @@ from trillium_moe.config import (
     OptimConfig,
     TrainConfig,
     check_choice,
-    to_config_dict,
 )
+from trillium_moe.config_files import to_config_dict
 
 DEFAULTS = {"task": "mqar", "mixer": "kda", "length": "256", "lr": "5e-4", "steps": "20000"}
 SYMBOLS = {"mqar": 8192, "palindrome": 256, "stack": 256}

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from trillium_moe.config import load_config
+from trillium_moe.config_files import load_config
 from trillium_moe.train import checkpoint
 from trillium_moe.train.metrics import array_steps, is_timing, read_arrays, read_metrics
 from trillium_moe.train.state import init_state

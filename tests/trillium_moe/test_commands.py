@@ -10,7 +10,8 @@ import pytest
 from experiments import eval as eval_
 from experiments import generate, params, report, train
 from experiments.common import command
-from trillium_moe.config import Config, save_config
+from trillium_moe.config import Config
+from trillium_moe.config_files import save_config
 from trillium_moe.train.checkpoint import NonFiniteError
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ from trillium_moe.config import (
     ModelConfig,
     OptimConfig,
     TrainConfig,
-    from_config_dict,
 )
+from trillium_moe.config_files import from_config_dict
 from trillium_moe.model.kda import KDA
 from trillium_moe.train.checkpoint import CheckpointError
 from trillium_moe.train.ladder import Gate, climb

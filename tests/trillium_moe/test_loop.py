@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from trillium_moe.config import Config, ConfigError, TrainConfig, save_config
+from trillium_moe.config import Config, ConfigError, TrainConfig
+from trillium_moe.config_files import save_config
 from trillium_moe.train import checkpoint
 from trillium_moe.train.loop import check_same_run, fit
 from trillium_moe.train.metrics import is_timing, read_arrays, read_metrics

@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trillium_moe.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    ImagesConfig,
-    ModelConfig,
-    VisionConfig,
-    from_config_dict,
-)
+from trillium_moe.config import Config, ConfigError, DataConfig, ImagesConfig, ModelConfig, VisionConfig
+from trillium_moe.config_files import from_config_dict
 from trillium_moe.data import picture_tasks
 from trillium_moe.data.images import ImageError
 from trillium_moe.data.packing import ConcatRows, Documents

@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from trillium_moe.config import Config, ConfigError, TrainConfig, save_config
+from trillium_moe.config import Config, ConfigError, TrainConfig
+from trillium_moe.config_files import save_config
 from trillium_moe.train.facts import write_facts
 from trillium_moe.train.metrics import MetricWriter
 from trillium_moe.train.report import write_report

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments import rl
-from trillium_moe.config import from_config_dict
+from trillium_moe.config_files import from_config_dict
 from trillium_moe.rl.config import RLConfig
 
 RL = f"--config={Path(__file__).parents[2]}/configs/rl.py"

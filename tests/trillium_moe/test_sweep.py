@@ -18,24 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.sweep import main
-from trillium_moe.config import Config, ConfigError, TrainConfig, save_config
-from trillium_moe.sweep import figures
+from trillium_moe.config import Config, ConfigError, TrainConfig
+from trillium_moe.config_files import save_config
+from trillium_moe.sweep import figures, plan
 from trillium_moe.sweep.cluster import write_job
 from trillium_moe.sweep.execute import Launcher, is_done, read_outcome, work, write_outcome
 from trillium_moe.sweep.gather import Result, gather, summarise, write_tables
 from trillium_moe.sweep.ladder import fit_power_law, ladder_table
 from trillium_moe.sweep.measures import MEASURES
-from trillium_moe.sweep.plan import (
-    Sweep,
-    chain,
-    check_same_sweep,
-    load_sweep,
-    named,
-    over,
-    override,
-    product,
-    zipped,
-)
+from trillium_moe.sweep.plan import Sweep, chain, load_sweep, named, over, override, product, zipped
 from trillium_moe.sweep.probe import PROBES
 from trillium_moe.sweep.report import write_report
 from trillium_moe.train import loop
@@ -208,16 +199,16 @@ def test_a_loss_that_ends_above_its_start_has_diverged(toy, tmp_path, monkeypatc
 def test_workers_that_start_together_do_not_rewrite_the_sweeps_name(tmp_path):
     """One of eight workers once read the file while another had emptied it to write it again, and refused to start."""
     note = tmp_path / "sweep.txt"
-    check_same_sweep("a/b.py:seeds=2", tmp_path)
+    plan.check_same_sweep("a/b.py:seeds=2", tmp_path)
     before = note.stat()
-    check_same_sweep("a/b.py:seeds=2", tmp_path)
+    plan.check_same_sweep("a/b.py:seeds=2", tmp_path)
     assert note.stat().st_ino == before.st_ino and note.stat().st_mtime_ns == before.st_mtime_ns
-    check_same_sweep("a/b.py:seeds=3", tmp_path)  # another file takes its place: a reader sees one or the other
+    plan.check_same_sweep("a/b.py:seeds=3", tmp_path)  # another file takes its place: a reader sees one or the other
     assert note.stat().st_ino != before.st_ino and note.read_text() == "a/b.py:seeds=3\n"
     note.write_text("")
-    check_same_sweep("a/b.py", tmp_path)
+    plan.check_same_sweep("a/b.py", tmp_path)
     with pytest.raises(ConfigError, match="holds a/b.py; name a new workdir"):
-        check_same_sweep("a/c.py", tmp_path)
+        plan.check_same_sweep("a/c.py", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.txt"]
 
 

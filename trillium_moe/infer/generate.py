@@ -8,7 +8,8 @@ from typing import Any
 
 from etils import epath
 
-from trillium_moe.config import Config, check, load_config
+from trillium_moe.config import Config, check
+from trillium_moe.config_files import load_config
 from trillium_moe.data.tokenizer import Tokenizer, make_tokenizer
 from trillium_moe.infer.engine import Engine, EngineConfig
 from trillium_moe.infer.pictures import Pictures, show

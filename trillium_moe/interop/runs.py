@@ -13,7 +13,8 @@ from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from trillium_moe.config import Config, check, load_config, save_config
+from trillium_moe.config import Config, check
+from trillium_moe.config_files import load_config, save_config
 from trillium_moe.data.pipeline import make_pipeline
 from trillium_moe.data.tokenizer import Tokenizer, make_tokenizer
 from trillium_moe.interop import configs, hf

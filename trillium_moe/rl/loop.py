@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from trillium_moe.config import ConfigError, check, load_config, save_config
+from trillium_moe.config import ConfigError, check
+from trillium_moe.config_files import load_config, save_config
 from trillium_moe.rl.config import RLConfig
 from trillium_moe.rl.run import Run, Work
 from trillium_moe.shapes import PyTree

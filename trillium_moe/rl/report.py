@@ -11,7 +11,8 @@ import numpy as np
 from etils import epath
 from matplotlib.figure import Figure
 
-from trillium_moe.config import check, load_config
+from trillium_moe.config import check
+from trillium_moe.config_files import load_config
 from trillium_moe.rl.config import RLConfig
 from trillium_moe.rl.env import Session, make_env, oracle, play
 from trillium_moe.train import figures, report

@@ -29,7 +29,8 @@ from typing import Any
 
 from etils import epath
 
-from trillium_moe.config import ConfigError, load_config
+from trillium_moe.config import ConfigError
+from trillium_moe.config_files import load_config
 from trillium_moe.sweep.plan import Run, Sweep
 
 DONE = ("finished", "diverged")

@@ -25,7 +25,8 @@ from typing import Any
 
 from etils import epath
 
-from trillium_moe.config import Config, ConfigError, check, check_choice, from_config_dict
+from trillium_moe.config import Config, ConfigError, check, check_choice
+from trillium_moe.config_files import from_config_dict
 
 ROLES = ("arm", "tuned", "rung")
 

@@ -26,7 +26,8 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
-from trillium_moe.config import Config, ConfigError, TrainConfig, check, load_config, save_config
+from trillium_moe.config import Config, ConfigError, TrainConfig, check
+from trillium_moe.config_files import load_config, save_config
 from trillium_moe.data.mixture import MixtureRows
 from trillium_moe.data.pipeline import make_pipeline
 from trillium_moe.data.sources import make_source, order0_entropy

@@ -14,7 +14,8 @@ from etils import epath
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from trillium_moe.config import Config, load_config
+from trillium_moe.config import Config
+from trillium_moe.config_files import load_config
 from trillium_moe.train import figures
 from trillium_moe.train.counts import human
 from trillium_moe.train.facts import read_facts
