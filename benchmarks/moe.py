@@ -15,8 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+
+from benchmarks.turns import turn
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rival needs memory too
 
@@ -46,15 +49,25 @@ def median_ms(call, wait, repeats: int = 8, samples: int = 7) -> float:
     return statistics.median(times)
 
 
-def measure_jax(calls: dict, shapes: dict, make) -> dict[str, float]:
-    """Milliseconds of each of `calls`, name -> (function, names of its arguments), compiled before the card is used."""
+def compile_all(calls: dict, shapes: dict) -> dict:
+    """What `calls`, name -> (function, names of its arguments), compile to: traced in turn, compiled together."""
     import jax
 
-    compiled = {name: jax.jit(f).lower(*(shapes[a] for a in args)).compile() for name, (f, args) in calls.items()}
-    data, times = make(), {}
-    for name, (_, args) in calls.items():
-        call = functools.partial(compiled[name], *(data[a] for a in args))
-        times[name] = median_ms(call, jax.block_until_ready)
+    lowered = {name: jax.jit(f).lower(*(shapes[a] for a in args)) for name, (f, args) in calls.items()}
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values())))
+
+
+def measure_jax(calls: dict, shapes: dict, make, lock: str) -> dict[str, float]:
+    """Milliseconds of each of `calls`, compiled before the card is used."""
+    import jax
+
+    compiled = compile_all(calls, shapes)
+    with turn(lock):
+        data, times = make(), {}
+        for name, (_, args) in calls.items():
+            call = functools.partial(compiled[name], *(data[a] for a in args))
+            times[name] = median_ms(call, jax.block_until_ready)
     return times
 
 
@@ -70,7 +83,7 @@ def operands(G: int, M: int, *widths: int):
     return rows, matrices
 
 
-def times_jax(G: int, M: int, K: int, N: int, implementation: str | None) -> dict[str, float]:
+def times_jax(G: int, M: int, K: int, N: int, implementation: str | None, lock: str) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
@@ -84,7 +97,7 @@ def times_jax(G: int, M: int, K: int, N: int, implementation: str | None) -> dic
     d_lhs = lambda x, w, s, d: jax.vjp(lambda x: op(x, w, s), x)[1](d)
     d_rhs = lambda x, w, s, d: jax.vjp(lambda w: op(x, w, s), w)[1](d)
     calls = {"forward": (op, "xws"), "dgrad": (d_lhs, "xwsd"), "wgrad": (d_rhs, "xwsd")}
-    return measure_jax(calls, abstract(G, x=(M, K), d=(M, N), w=(G, K, N)), make)
+    return measure_jax(calls, abstract(G, x=(M, K), d=(M, N), w=(G, K, N)), make, lock)
 
 
 def abstract(G: int, **shapes: tuple[int, ...]) -> dict:
@@ -95,7 +108,7 @@ def abstract(G: int, **shapes: tuple[int, ...]) -> dict:
     return of | {"s": jax.ShapeDtypeStruct((G,), jnp.int32)}
 
 
-def times_ffn_jax(G: int, M: int, D: int, F: int, implementation: str | None) -> dict[str, float]:
+def times_ffn_jax(G: int, M: int, D: int, F: int, implementation: str | None, lock: str) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
@@ -111,7 +124,7 @@ def times_ffn_jax(G: int, M: int, D: int, F: int, implementation: str | None) ->
     both = lambda s, d, *inputs: jax.vjp(functools.partial(op, s), *inputs)[1](d)
     calls = {"forward": (op, "sxpguo"), "forward+backward": (both, "sdxpguo")}
     shapes = abstract(G, x=(M, D), d=(M, D), p=(M,), g=(G, D, F), u=(G, D, F), o=(G, F, D))
-    return measure_jax(calls, shapes, make)
+    return measure_jax(calls, shapes, make, lock)
 
 
 def times_torch(G: int, M: int, K: int, N: int) -> dict[str, float]:
@@ -160,11 +173,12 @@ def torch_ffn(activation, offs, x, p, w_in, w_out):
     return torch._grouped_mm(activation(torch._grouped_mm(x, w_in, offs=offs), p), w_out, offs=offs)
 
 
-def in_torch(what: str, *shape: int) -> dict[str, float] | str:
+def in_torch(lock: str, what: str, *shape: int) -> dict[str, float] | str:
     if importlib.util.find_spec("torch") is None:
         return "not run: torch cannot be imported"
     command = [sys.executable, "-m", "benchmarks.moe", "--torch-only", what, *map(str, shape)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    with turn(lock):
+        result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         return "failed: " + result.stderr.strip().splitlines()[-1]
     return json.loads(result.stdout.strip().splitlines()[-1])
@@ -183,8 +197,10 @@ def show(name: str, times: dict[str, float] | str, flops: dict[str, float], floo
         )
 
 
-def tune(G: int, M: int, K: int, N: int, products: list[str]) -> None:
+def tune(G: int, M: int, K: int, N: int, products: list[str], lock: str) -> None:
     """Prints lines for the table of `pallas_kernels/grouped_matmul/config.py`: per product the best first.
+
+    "gated" is the product with gate and up, each of half the columns.
 
     All candidates of a product take turns, so that a card that slows down under load slows all of them.
     """
@@ -196,36 +212,42 @@ def tune(G: int, M: int, K: int, N: int, products: list[str]) -> None:
     from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
     from pallas_kernels.grouped_matmul.pallas_gpu import groups_product, rows_product
 
-    (x, d), matrices = operands(G, M, K, N)
-    w, s, kind = matrices(0, K, N), jnp.asarray(group_sizes(G, M)), jax.devices()[0].device_kind
-    gate_up = lambda x, w, s, t: gated(None, Activation(), x, w, w, jnp.ones(M), s, True, t)
+    shapes = abstract(G, x=(M, K), d=(M, N), w=(G, K, N), g=(G, K, N // 2), u=(G, K, N // 2))
+    kind, pair = jax.devices()[0].device_kind, {"cluster": 2, "share": "left"}
+    gate_up = lambda x, gate, up, s, t: gated(None, Activation(), x, gate, up, jnp.ones(M), s, True, t)
     rows = [Tiles(64, 256, cluster=2, panel=panel) for panel in (1, 2, 4)]
-    rows += [Tiles(64, 256, cluster=2, stages=3, panel=2), Tiles(64, 256), Tiles(128, 128, 1, 2, 3)]
-    rows += [Tiles(64, 128, 3), Tiles(64, 192, 3, stages=3)]
+    rows += [Tiles(64, 256, panel=panel, **pair) for panel in (2, 8)] + [Tiles(64, 128, 3), Tiles(64, 128, 3, **pair)]
     groups = [Tiles(64, 256, cluster=2, panel=panel) for panel in (2, 4, 14)] + [Tiles(64, 256), Tiles(128, 128)]
-    groups += [Tiles(128, 192, stages=3), Tiles(128, 192, stages=3, panel=4)]
-    narrow = [Tiles(64, 128, cluster=2, panel=panel) for panel in (1, 2, 4)] + [Tiles(64, 128, panel=4)]
-    together = lambda candidates: [dataclasses.replace(t, light_last=False) for t in candidates if t.cluster == 1]
+    groups += [Tiles(64, 256, panel=panel, **pair) for panel in (4, 14)]
+    narrow = [Tiles(64, 128, cluster=2, panel=panel) for panel in (2, 4)] + [Tiles(64, 128, panel=4)]
+    narrow += [Tiles(64, 128, **pair), Tiles(64, 64, 3), Tiles(64, 64, 3, **pair)]
+    narrow += [Tiles(64, 128, 3, stages=3), Tiles(64, 128, 3, stages=3, **pair)]
+    together = lambda candidates: [dataclasses.replace(t, light_last=False) for t in candidates if t.block < 256]
     rows, narrow = rows + together(rows), narrow + together(narrow)
-    calls = {
-        "rows": (N, rows, lambda t: lambda x, w, d, s: rows_product([x], [w], s, t)),
-        "transposed": (K, rows, lambda t: lambda x, w, d, s: rows_product([d], [w], s, t, transposed=True)),
-        "groups": (N, groups, lambda t: lambda x, w, d, s: groups_product(x, d, s, t, jnp.bfloat16)),
-        "gated": (N, narrow, lambda t: lambda x, w, d, s: gate_up(x, w, s, t)),
+    ways = {
+        "rows": (N, rows, "xws", lambda t: lambda x, w, s: rows_product([x], [w], s, t)),
+        "transposed": (K, rows, "dws", lambda t: lambda d, w, s: rows_product([d], [w], s, t, transposed=True)),
+        "groups": (N, groups, "xds", lambda t: lambda x, d, s: groups_product(x, d, s, t, jnp.bfloat16)),
+        "gated": (N // 2, narrow, "xgus", lambda t: lambda x, gate, up, s: gate_up(x, gate, up, s, t)),
     }
-    for product in products or calls:
-        columns, candidates, of = calls[product]
-        candidates = [t for t in candidates if columns % t.n == 0 and (product != "groups" or K % t.block == 0)]
-        compiled = {t: jax.jit(of(t)) for t in candidates}
-        samples = {t: [] for t in compiled}
-        for _ in range(7):
-            for t, f in compiled.items():
-                call = functools.partial(f, x, w, d, s)
-                samples[t].append(median_ms(call, jax.block_until_ready, repeats=4, samples=1))
-        for ms, t in sorted((statistics.median(times[1:]), t) for t, times in samples.items()):
-            key = (kind, product, columns, -(-M // G))
-            flops = 2 * M * K * N * (2 if product == "gated" else 1)
-            print(f"    {key}: {t},  # {ms:.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
+    fits = lambda product, t: ways[product][0] % t.width == 0 and (product != "groups" or K % t.block == 0)
+    products = products or list(ways)
+    calls = {(p, t): (ways[p][3](t), ways[p][2]) for p in products for t in ways[p][1] if fits(p, t)}
+    compiled = compile_all(calls, shapes)
+    with turn(lock):
+        (x, d), matrices = operands(G, M, K, N)
+        data = {"x": x, "d": d, "w": matrices(0, K, N), "s": jnp.asarray(group_sizes(G, M))}
+        if "gated" in products:
+            data |= {"g": matrices(1, K, N // 2), "u": matrices(2, K, N // 2)}
+        for product in products:
+            samples = {t: [] for p, t in calls if p == product}
+            for _ in range(7):
+                for t, times in samples.items():
+                    call = functools.partial(compiled[product, t], *(data[a] for a in ways[product][2]))
+                    times.append(median_ms(call, jax.block_until_ready, repeats=4, samples=1))
+            for ms, t in sorted((statistics.median(times[1:]), t) for t, times in samples.items()):
+                key = (kind, product, ways[product][0], -(-M // G))
+                print(f"    {key}: {t},  # {ms:.3f} ms, {2 * M * K * N / ms / 1e9:.0f} TFLOP/s", flush=True)
 
 
 def main() -> None:
@@ -238,6 +260,7 @@ def main() -> None:
     parser.add_argument(
         "--tune", nargs="*", choices=("rows", "transposed", "groups", "gated"), help="time tile sizes instead"
     )
+    parser.add_argument("--turn", default="", help="file whose lock is held while the card is timed")
     parser.add_argument("--torch-only", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.torch_only:
@@ -251,21 +274,21 @@ def main() -> None:
         if args.tune is not None:
             for K, N in products:
                 print(f"{G} groups, {M} rows, {K} -> {N}", flush=True)
-                tune(G, M, K, N, args.tune)
+                tune(G, M, K, N, args.tune, args.turn)
             continue
         for K, N in products:
             print(f"{G} groups, {M} rows, {K} -> {N}", flush=True)
             flops, floors = (dict.fromkeys(PRODUCTS, x) for x in (2 * M * K * N, floor_ms(G, M, K, N)))
-            show(args.implementation, times_jax(G, M, K, N, args.implementation), flops, floors)
-            show("torch", in_torch("product", G, M, K, N), flops, floors)
+            show(args.implementation, times_jax(G, M, K, N, args.implementation, args.turn), flops, floors)
+            show("torch", in_torch(args.turn, "product", G, M, K, N), flops, floors)
         if args.products:
             continue
         print(f"{G} experts, {M} rows, FFN {D} -> 2 x {F} -> {D}", flush=True)
         forward, floor = 6 * M * D * F, sum(floor_ms(G, M, *widths) for widths in expert)
         flops = {"forward": forward, "forward+backward": 3 * forward}
         floors = {"forward": floor, "forward+backward": 3 * floor}
-        show(args.implementation, times_ffn_jax(G, M, D, F, args.implementation), flops, floors)
-        show("torch", in_torch("ffn", G, M, D, F), flops, floors)
+        show(args.implementation, times_ffn_jax(G, M, D, F, args.implementation, args.turn), flops, floors)
+        show("torch", in_torch(args.turn, "ffn", G, M, D, F), flops, floors)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int) -> Tiles:
     else:
         few = product in _GPU_FEW_ROWS and M <= G * _FEW_ROWS
         tiles = (_GPU_FEW_ROWS if few else _GPU_DEFAULT)[product]
-    if N % tiles.n == 0 and (product != "groups" or K % tiles.block == 0):
+    if N % tiles.width == 0 and (product != "groups" or K % tiles.block == 0):
         return tiles
     n = next(n for n in (256, 128, 64) if n <= tiles.n and N % n == 0)
     if product != "groups" or K % 128 == 0:
