@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 
+from benchmarks.traces import kernel_times
 from benchmarks.turns import turn
 from experiments.common import UsageError, command, config_of, define_config, define_workdir
 
@@ -32,6 +33,8 @@ def define(flags):
     absl_flags.DEFINE_integer("steps", 20, "optimizer steps", lower_bound=2, flag_values=flags)
     absl_flags.DEFINE_bool("whole_rows", False, "take every row for one document, so that attention reaches over all "
                            "of it; else documents are packed as in training", flag_values=flags)
+    absl_flags.DEFINE_integer("trace", 0, "print so many of the kernels by time, of three more steps", lower_bound=0,
+                              flag_values=flags)
     absl_flags.DEFINE_string("turn", "", "file whose lock is held during the steps", flag_values=flags)
     absl_flags.DEFINE_string("out", "", "file for the result, as JSON", flag_values=flags)
     absl_flags.DEFINE_string("against", "", "result of an earlier run to compare with", flag_values=flags)
@@ -87,6 +90,15 @@ def run(flags):
             seconds.append(time.perf_counter() - began)
             print(f"step {len(losses):3d}  loss {losses[-1]:.4f}  {seconds[-1]:.3f} s", flush=True)
             batch = next_batch()
+
+        def three_more():
+            nonlocal state
+            for _ in range(3):
+                state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+
+        if flags.trace:
+            kernel_times(three_more, 3, flags.trace)
     memory = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in devices)
     result = {
         "name": config.name, "mesh": axes, "devices": len(devices), "device": devices[0].device_kind,
