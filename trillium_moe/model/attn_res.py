@@ -7,8 +7,8 @@ p is a softmax of <w, c_i / rms(c_i)>; keys are normalised, values are raw. Zero
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 
-from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import wide
 from trillium_moe.shapes import Array, Bool, Float, Int
 
@@ -31,7 +31,11 @@ def read(
     """
     # float32: scores are sums over D, and the mix is the layer's whole input
     w = wide(w_D)
-    score = lambda c: jnp.einsum("...d,d->...", rms_norm(wide(c), eps=eps), w)
+
+    def score(c):  # <w, c> / rms(c), so that one pass over c gives both sums and no normalised copy is kept
+        c = wide(c)
+        return (c * w).sum(-1) * lax.rsqrt((c * c).mean(-1) + eps)
+
     N = sealed_NBTD.shape[0]
     s_NBT = jnp.where((jnp.arange(N) < n_sealed)[:, None, None], score(sealed_NBTD), -jnp.inf)
     s_BT = jnp.where(has_live, score(live_BTD), -jnp.inf)
