@@ -210,13 +210,16 @@ def tune(G: int, M: int, K: int, N: int, products: list[str], lock: str) -> None
     from pallas_kernels.expert_ffn import Activation
     from pallas_kernels.expert_ffn.pallas_gpu import gated
     from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
+    from pallas_kernels.grouped_matmul.gpu_narrow import NarrowTiles, narrow_product
     from pallas_kernels.grouped_matmul.pallas_gpu import groups_product, rows_product
 
     shapes = abstract(G, x=(M, K), d=(M, N), w=(G, K, N), g=(G, K, N // 2), u=(G, K, N // 2))
     kind, pair = jax.devices()[0].device_kind, {"cluster": 2, "share": "left"}
     gate_up = lambda x, gate, up, s, t: gated(None, Activation(), x, gate, up, jnp.ones(M), s, True, t)
+    by_rows = lambda t: narrow_product if isinstance(t, NarrowTiles) else rows_product
     rows = [Tiles(64, 256, cluster=2, panel=panel) for panel in (1, 2, 4)]
-    rows += [Tiles(64, 256, panel=panel, **pair) for panel in (2, 8)] + [Tiles(64, 128, 3), Tiles(64, 128, 3, **pair)]
+    rows += [Tiles(64, 128, 3), Tiles(64, 128, 3, **pair), NarrowTiles(64, 192), NarrowTiles(64, 256)]
+    rows += [NarrowTiles(128, n, stages=3, step=step) for n, step in ((192, 32), (192, 16), (160, 32))]
     groups = [Tiles(64, 256, cluster=2, panel=panel) for panel in (2, 4, 14)] + [Tiles(64, 256), Tiles(128, 128)]
     groups += [Tiles(64, 256, panel=panel, **pair) for panel in (4, 14)]
     narrow = [Tiles(64, 128, cluster=2, panel=panel) for panel in (2, 4)] + [Tiles(64, 128, panel=4)]
@@ -225,8 +228,8 @@ def tune(G: int, M: int, K: int, N: int, products: list[str], lock: str) -> None
     together = lambda candidates: [dataclasses.replace(t, light_last=False) for t in candidates if t.block < 256]
     rows, narrow = rows + together(rows), narrow + together(narrow)
     ways = {
-        "rows": (N, rows, "xws", lambda t: lambda x, w, s: rows_product([x], [w], s, t)),
-        "transposed": (K, rows, "dws", lambda t: lambda d, w, s: rows_product([d], [w], s, t, transposed=True)),
+        "rows": (N, rows, "xws", lambda t: lambda x, w, s: by_rows(t)([x], [w], s, t)),
+        "transposed": (K, rows, "dws", lambda t: lambda d, w, s: by_rows(t)([d], [w], s, t, transposed=True)),
         "groups": (N, groups, "xds", lambda t: lambda x, d, s: groups_product(x, d, s, t, jnp.bfloat16)),
         "gated": (N // 2, narrow, "xgus", lambda t: lambda x, gate, up, s: gate_up(x, gate, up, s, t)),
     }
@@ -245,7 +248,8 @@ def tune(G: int, M: int, K: int, N: int, products: list[str], lock: str) -> None
                 for t, times in samples.items():
                     call = functools.partial(compiled[product, t], *(data[a] for a in ways[product][2]))
                     times.append(median_ms(call, jax.block_until_ready, repeats=4, samples=1))
-            for ms, t in sorted((statistics.median(times[1:]), t) for t, times in samples.items()):
+            medians = {t: statistics.median(times[1:]) for t, times in samples.items()}
+            for t, ms in sorted(medians.items(), key=lambda x: x[1]):
                 key = (kind, product, ways[product][0], -(-M // G))
                 print(f"    {key}: {t},  # {ms:.3f} ms, {2 * M * K * N / ms / 1e9:.0f} TFLOP/s", flush=True)
 

@@ -115,6 +115,7 @@ def run_tiles(
     product: Callable,
     store: Callable,
     ragged: Callable | None = None,
+    shapes: Callable | None = None,
 ) -> tuple[jax.Array, ...]:
     """The pipeline that the kernels share. `refs` in the callbacks: inputs, then outputs.
 
@@ -129,6 +130,8 @@ def run_tiles(
       product: (accs, a_s, b_s) multiplies a slice.
       store: (refs, tile, consumer, values, out_s) for the accumulators' values.
       ragged: (tile, slice) -> `many`: whether the slice comes in STEP / ROWS times as many copies.
+      shapes: (tile) -> shapes of a consumer's accumulators, each with the condition under which it is the tile's;
+        (m, n) for all if None.
     """
     S, C, Q = tiles.streams, tiles.consumers, tiles.stages
     grid = multiprocessors() // tiles.cluster
@@ -214,8 +217,15 @@ def run_tiles(
 
                         return [acc[...] for acc in accs]
 
-                    values = pl.run_scoped(accumulate, *[plgpu.ACC((tiles.m, tiles.n), f32)] * parts)
-                    store(refs, tile, c, values, out_s.at[wg])
+                    def multiply(shape):
+                        values = pl.run_scoped(accumulate, *[plgpu.ACC(shape, f32)] * parts)
+                        store(refs, tile, c, values, out_s.at[wg])
+
+                    if shapes is None:
+                        multiply((tiles.m, tiles.n))
+                    else:
+                        for shape, mine in shapes(tile):
+                            pl.when(mine)(functools.partial(multiply, shape))
                     return at + tile[0]
 
                 each_tile(stream, slices)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
-from pallas_kernels.grouped_matmul.pallas_gpu import row_tiles
+from pallas_kernels.grouped_matmul.row_tiles import row_tiles
 
 ANYWHERE = ("reference", "xla")
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.expert_ffn import Activation, expert_ffn
 from pallas_kernels.grouped_matmul import gpu_kernel, grouped_matmul
 from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
+from pallas_kernels.grouped_matmul.gpu_narrow import NarrowTiles, narrow_product
 from pallas_kernels.grouped_matmul.pallas_gpu import groups_product, rows_product
 from tests.pallas_kernels.test_expert_ffn import NAMES, evaluate, example, oracle
 from tests.pallas_kernels.test_grouped_matmul import by_hand
@@ -72,6 +73,22 @@ def test_parity(name, tiles):
 
 
 @on_hopper
+@pytest.mark.parametrize("tiles", [NarrowTiles(64, 192), NarrowTiles(128, 192, stages=3, step=16)])
+@pytest.mark.parametrize("name", SIZES)
+def test_narrow_parity(name, tiles):
+    sizes = SIZES[name]
+    (lhs, rhs, d), wide = operands(sizes, 3200 if len(sizes) > 6 else 1200, K, N)
+    out, d_lhs, _ = by_hand(wide[0], wide[1], wide[2], sizes)
+    run = jax.jit(
+        lambda x, w, d, s: (
+            narrow_product([x], [w], s, tiles), narrow_product([d], [w], s, tiles, transposed=True)
+        )
+    )  # fmt: skip
+    for got, want in zip(run(lhs, rhs, d, jnp.asarray(sizes)), (out, d_lhs)):
+        assert_close(got, want, 3e-3)
+
+
+@on_hopper
 @pytest.mark.parametrize("width", [64, 128, 320, 3584])
 def test_op_parity(width):
     sizes = SIZES["odd"]
@@ -119,6 +136,17 @@ def test_parity_interpreted(what, cluster, share, interpreted):
         "groups": lambda: groups_product(lhs, d, s, tiles, jnp.float32),
     }[what]()
     want = dict(zip(("rows", "transposed", "groups"), by_hand(*wide, sizes)))[what]
+    assert_close(got, want, 3e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+def test_narrow_parity_interpreted(transposed, interpreted):
+    """Row blocks of 96 in steps of 32, a group of more rows, one without any, NaN in every row that no group owns."""
+    sizes, tiles = [72, 0, 136, 8], NarrowTiles(64, 96, stages=2)
+    (lhs, rhs, d), wide = operands(sizes, 256, 128, 128)
+    want = by_hand(*wide, sizes)[1 if transposed else 0]
+    got = narrow_product([d if transposed else lhs], [rhs], jnp.asarray(sizes), tiles, transposed=transposed)
     assert_close(got, want, 3e-3)
 
 
