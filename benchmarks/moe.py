@@ -214,17 +214,16 @@ def tune(G: int, M: int, K: int, N: int, products: list[str], lock: str) -> None
     from pallas_kernels.grouped_matmul.pallas_gpu import groups_product, rows_product
 
     shapes = abstract(G, x=(M, K), d=(M, N), w=(G, K, N), g=(G, K, N // 2), u=(G, K, N // 2))
-    kind, pair = jax.devices()[0].device_kind, {"cluster": 2, "share": "left"}
+    kind = jax.devices()[0].device_kind
     gate_up = lambda x, gate, up, s, t: gated(None, Activation(), x, gate, up, jnp.ones(M), s, True, t)
     by_rows = lambda t: narrow_product if isinstance(t, NarrowTiles) else rows_product
     rows = [Tiles(64, 256, cluster=2, panel=panel) for panel in (1, 2, 4)]
-    rows += [Tiles(64, 128, 3), Tiles(64, 128, 3, **pair), NarrowTiles(64, 192), NarrowTiles(64, 256)]
+    rows += [Tiles(64, 128, 3), NarrowTiles(64, 192), NarrowTiles(64, 256)]
     rows += [NarrowTiles(128, n, stages=3, step=step) for n, step in ((192, 32), (192, 16), (160, 32))]
     groups = [Tiles(64, 256, cluster=2, panel=panel) for panel in (2, 4, 14)] + [Tiles(64, 256), Tiles(128, 128)]
-    groups += [Tiles(64, 256, panel=panel, **pair) for panel in (4, 14)]
+    groups += [Tiles(128, 192, stages=3), Tiles(128, 192, stages=3, panel=4)]
     narrow = [Tiles(64, 128, cluster=2, panel=panel) for panel in (2, 4)] + [Tiles(64, 128, panel=4)]
-    narrow += [Tiles(64, 128, **pair), Tiles(64, 64, 3), Tiles(64, 64, 3, **pair)]
-    narrow += [Tiles(64, 128, 3, stages=3), Tiles(64, 128, 3, stages=3, **pair)]
+    narrow += [Tiles(64, 64, 3), Tiles(64, 128, 3, stages=3)]
     together = lambda candidates: [dataclasses.replace(t, light_last=False) for t in candidates if t.block < 256]
     rows, narrow = rows + together(rows), narrow + together(narrow)
     ways = {

@@ -6,26 +6,29 @@ Made by `python -m benchmarks.moe --tune`, which prints lines for the tables bel
 from __future__ import annotations
 
 from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
+from pallas_kernels.grouped_matmul.gpu_narrow import NarrowTiles
 from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles
 
 # rows, transposed: products over rows; groups: over the rows of each group; gated: two products over rows at once.
 _GPU_DEFAULT = {
-    "rows": Tiles(m=64, n=256, cluster=2, panel=2),
-    "transposed": Tiles(m=64, n=256, cluster=2, panel=2),
+    "rows": Tiles(m=64, n=128, consumers=3),
+    "transposed": Tiles(m=64, n=128, consumers=3),
     "groups": Tiles(m=64, n=256, cluster=2, panel=2),
     "gated": Tiles(m=64, n=128, cluster=2, panel=2),
 }
-# Of groups of few rows: a tile that holds them all reads the group's matrix once. Two products at once leave no
-# registers for that; their tiles of one group stay together.
+# Of groups of few rows: a tile that holds them all reads the group's matrix once, and rows come in steps of 32. Two
+# products at once leave no registers for that; their tiles of one group stay together.
 _FEW_ROWS = 192
 _GPU_FEW_ROWS = {
-    "rows": Tiles(m=64, n=128, consumers=3),
-    "transposed": Tiles(m=64, n=128, consumers=3),
+    "rows": NarrowTiles(m=64, n=192),
+    "transposed": NarrowTiles(m=64, n=192),
     "gated": Tiles(m=64, n=128, light_last=False),
 }
 
 # (device kind, product, columns of the result, rows of a group on average up to) -> sizes
 _GPU_TUNED: dict[tuple[str, str, int, int], Tiles] = {
+    ("NVIDIA H200", "rows", 3584, 147): NarrowTiles(m=64, n=256),
+    ("NVIDIA H200", "transposed", 3584, 586): NarrowTiles(m=64, n=192),
     ("NVIDIA H200", "groups", 6144, 147): Tiles(m=128, n=128),
 }
 

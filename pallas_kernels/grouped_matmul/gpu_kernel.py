@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +39,8 @@ class Tiles:
       consumers: warpgroups of a stream; they share its columns.
       streams: independent streams of a thread block.
       stages: slices of the contraction in flight, per stream.
-      cluster: neighbouring thread blocks, 1 or 2, of which each fetches half of an operand for both.
-      share: the operand: "right", for the same columns of neighbouring rows, or "left", for the same rows of
-        neighbouring columns.
+      cluster: neighbouring thread blocks, 1 or 2, that work on the same columns of neighbouring rows: each fetches half
+        of the right operand for both.
       panel: row blocks of a group that are worked on together, column after column.
       light_last: row tiles of at most half the rows come after all others, so that every worker gets its share of them.
         Where most groups have one, that would read the groups' matrices twice.
@@ -56,7 +54,6 @@ class Tiles:
     cluster: int = 1
     panel: int = 8
     light_last: bool = True
-    share: Literal["left", "right"] = "right"
 
     @property
     def rows(self) -> int:
@@ -66,12 +63,12 @@ class Tiles:
     @property
     def block(self) -> int:
         """Rows of a cluster: a row block of the work list."""
-        return self.rows * (self.cluster if self.share == "right" else 1)
+        return self.rows * self.cluster
 
     @property
     def width(self) -> int:
-        """Columns of a cluster."""
-        return self.n * (self.cluster if self.share == "left" else 1)
+        """Columns of a tile."""
+        return self.n
 
 
 def shared(*shape: int, dtype=bf16):
@@ -82,10 +79,9 @@ def shared(*shape: int, dtype=bf16):
     )
 
 
-def copy_operand(operand: Literal["left", "right"], src, dst, barrier, tiles: Tiles):
-    """Every block of the cluster gets src if they share the operand, and fetches its part of it."""
-    together = tiles.cluster > 1 and tiles.share == operand
-    plgpu.copy_gmem_to_smem(src, dst, barrier, collective_axes=(PEER,) if together else None)
+def copy_to_cluster(src, dst, barrier, tiles: Tiles):
+    """Every block of the cluster gets src; each fetches its part of it."""
+    plgpu.copy_gmem_to_smem(src, dst, barrier, collective_axes=(PEER,) if tiles.cluster > 1 else None)
 
 
 def multiprocessors() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from pallas_kernels.grouped_matmul.gpu_kernel import (
     ROWS,
     STEP,
     Tiles,
-    copy_operand,
+    copy_to_cluster,
     multiprocessors,
     run_tiles,
     store_tile,
@@ -100,15 +99,13 @@ def rows_product(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False, vec
     (M, _), G, N = lhs[0].shape, flat[0].shape[0], flat[0].shape[1 if transposed else 2]
     steps = [x.shape[1] // STEP for x in lhs]
     m, n, C = tiles.m, tiles.n, tiles.consumers
-    count, table = row_tiles(group_sizes_G, M, N // tiles.width, tiles, workers(tiles))
+    count, table = row_tiles(group_sizes_G, M, N // n, tiles, workers(tiles))
     vectors = [jnp.pad(x, (0, tiles.rows)) for x in vectors]  # the last tile may reach past the rows
     first_rhs, first_vector = 2 + len(lhs), 2 + len(lhs) + len(flat)
 
     def fetch(refs, t):
         group, row, rows, column = (refs[1][t, i] for i in range(4))
-        if tiles.share == "left":
-            column = column * tiles.cluster + lax.axis_index(PEER)
-        elif tiles.cluster == 2:  # the blocks share the consumers' parts that have rows
+        if tiles.cluster == 2:  # the blocks share the consumers' parts that have rows
             half = ((rows + (2 * m - 1)) // (2 * m)) * m
             first = lax.axis_index(PEER) == 0
             row, rows = jnp.where(first, row, row + half), jnp.where(first, jnp.minimum(rows, half), rows - half)
@@ -125,11 +122,11 @@ def rows_product(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False, vec
                 k = pl.ds((s - before) * STEP, STEP)
                 for c in range(C):
                     rows = pl.ds(pl.multiple_of(row + c * m, ROWS), m)
-                    copy_operand("left", refs[2 + i].at[rows, k], a_s.at[c], barrier, tiles)
+                    plgpu.copy_gmem_to_smem(refs[2 + i].at[rows, k], a_s.at[c], barrier)
                 for p in range(parts):
                     b = refs[first_rhs + i * parts + p]
                     b = b.at[group, columns, k] if transposed else b.at[group, k, columns]
-                    copy_operand("right", b, b_s.at[p], barrier, tiles)
+                    copy_to_cluster(b, b_s.at[p], barrier, tiles)
 
             before += own
 
@@ -178,8 +175,7 @@ def groups_product(lhs_MK, d_MN, group_sizes_G, tiles: Tiles, dtype):
     m, n, C = tiles.m, tiles.n, tiles.consumers
     sizes = group_sizes_G.astype(jnp.int32)
     starts = (jnp.cumsum(sizes) - sizes).astype(jnp.int32)
-    blocks, columns = K // tiles.block, N // tiles.width
-    left, peer = tiles.share == "left", functools.partial(lax.axis_index, PEER)
+    blocks, columns = K // tiles.block, N // n
 
     def fetch(refs, t):
         group, place = t // (blocks * columns), lax.rem(t, jnp.int32(blocks * columns))
@@ -187,10 +183,8 @@ def groups_product(lhs_MK, d_MN, group_sizes_G, tiles: Tiles, dtype):
         height = jnp.minimum(blocks - panel * tiles.panel, tiles.panel)
         place = place - panel * (tiles.panel * columns)
         block = panel * tiles.panel + lax.rem(place, height)
-        k = block * tiles.block + (0 if left else peer() * tiles.rows)
-        column = (place // height) * tiles.width + (peer() * n if left else 0)
-        size = refs[1][group]
-        return (size + (STEP - 1)) // STEP, group, refs[0][group], size, k, column
+        size, k = refs[1][group], block * tiles.block + lax.axis_index(PEER) * tiles.rows
+        return (size + (STEP - 1)) // STEP, group, refs[0][group], size, k, (place // height) * n
 
     def ragged(tile, s):
         return (s + 1) * STEP > tile[3]
@@ -201,8 +195,8 @@ def groups_product(lhs_MK, d_MN, group_sizes_G, tiles: Tiles, dtype):
 
         def copies(rows, to):
             for c in range(C):
-                copy_operand("left", refs[2].at[rows, pl.ds(k + c * m, m)], a_s.at[c, to], barrier, tiles)
-            copy_operand("right", refs[3].at[rows, pl.ds(column, n)], b_s.at[to], barrier, tiles)
+                plgpu.copy_gmem_to_smem(refs[2].at[rows, pl.ds(k + c * m, m)], a_s.at[c, to], barrier)
+            copy_to_cluster(refs[3].at[rows, pl.ds(column, n)], b_s.at[to], barrier, tiles)
 
         if not many:
             return copies(pl.ds(pl.multiple_of(first, ROWS), STEP), pl.ds(0, STEP))
