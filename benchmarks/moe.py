@@ -2,34 +2,23 @@
 
 Both sides get the same work: bfloat16 normal rows and matrices, rows of each group as many as a random choice of group
 per eight rows gives (the same sizes on both sides), bfloat16 results. torch, if it is there, runs in a process of its
-own. Inputs and outputs of every call are several times the L2 cache, so it is not flushed.
+own (benchmarks/moe_torch.py), and the two are measured in turn. Inputs and outputs of every call are several times the
+L2 cache, so it is not flushed.
 """
 
 import argparse
 import dataclasses
 import functools
-import importlib.util
-import json
 import os
 import statistics
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
+from benchmarks.moe_torch import PRODUCTS, Torch, group_sizes, sample_ms
 from benchmarks.turns import turn
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rival needs memory too
 
 FLOPS, BYTES = 790e12, 4.3e12  # what one H200 reached in large bf16 matrix products and copies
-PRODUCTS = ("forward", "dgrad", "wgrad")
-
-
-def group_sizes(G: int, M: int) -> np.ndarray:
-    return (8 * np.random.default_rng(0).multinomial(M // 8, np.full(G, 1 / G))).astype(np.int32)
-
 
 def floor_ms(G: int, M: int, K: int, N: int) -> float:
     """Of one product: all operands and the result moved once, or the multiplications."""
@@ -37,16 +26,8 @@ def floor_ms(G: int, M: int, K: int, N: int) -> float:
 
 
 def median_ms(call, wait, repeats: int = 8, samples: int = 7) -> float:
-    """Of one of `repeats` calls in a row; both sides are timed like this, as hard on the card's power limit."""
     wait(call())
-    times = []
-    for _ in range(samples):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            last = call()
-        wait(last)
-        times.append((time.perf_counter() - start) / repeats * 1e3)
-    return statistics.median(times)
+    return statistics.median(sample_ms(call, wait, repeats) for _ in range(samples))
 
 
 def compile_all(calls: dict, shapes: dict) -> dict:
@@ -58,17 +39,27 @@ def compile_all(calls: dict, shapes: dict) -> dict:
         return dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values())))
 
 
-def measure_jax(calls: dict, shapes: dict, make, lock: str) -> dict[str, float]:
-    """Milliseconds of each of `calls`, compiled before the card is used."""
+def race(calls: dict, shapes: dict, make, lock: str, *rival) -> tuple[dict[str, float], dict[str, float] | str]:
+    """Median milliseconds of each of `calls` and of the rival's, or why it has none: 7 samples each, all in turn."""
     import jax
 
     compiled = compile_all(calls, shapes)
     with turn(lock):
-        data, times = make(), {}
-        for name, (_, args) in calls.items():
-            call = functools.partial(compiled[name], *(data[a] for a in args))
-            times[name] = median_ms(call, jax.block_until_ready)
-    return times
+        data = make()
+        ours = {name: functools.partial(compiled[name], *(data[a] for a in args)) for name, (_, args) in calls.items()}
+        for call in ours.values():
+            jax.block_until_ready(call())
+        torch = Torch(*rival)
+        times = {side: {name: [] for name in names} for side, names in (("ours", ours), ("torch", torch.names))}
+        for _ in range(7):
+            for name, call in ours.items():
+                times["ours"][name].append(sample_ms(call, jax.block_until_ready))
+            for name in torch.names:
+                times["torch"][name].append(torch.sample(name))
+        torch.close()
+    if not torch.why:
+        return tuple({name: statistics.median(ms) for name, ms in side.items()} for side in times.values())
+    return {name: statistics.median(ms) for name, ms in times["ours"].items()}, torch.why
 
 
 def operands(G: int, M: int, *widths: int):
@@ -83,7 +74,7 @@ def operands(G: int, M: int, *widths: int):
     return rows, matrices
 
 
-def times_jax(G: int, M: int, K: int, N: int, implementation: str | None, lock: str) -> dict[str, float]:
+def race_products(G: int, M: int, K: int, N: int, implementation: str | None, lock: str):
     import jax
     import jax.numpy as jnp
 
@@ -97,7 +88,7 @@ def times_jax(G: int, M: int, K: int, N: int, implementation: str | None, lock: 
     d_lhs = lambda x, w, s, d: jax.vjp(lambda x: op(x, w, s), x)[1](d)
     d_rhs = lambda x, w, s, d: jax.vjp(lambda w: op(x, w, s), w)[1](d)
     calls = {"forward": (op, "xws"), "dgrad": (d_lhs, "xwsd"), "wgrad": (d_rhs, "xwsd")}
-    return measure_jax(calls, abstract(G, x=(M, K), d=(M, N), w=(G, K, N)), make, lock)
+    return race(calls, abstract(G, x=(M, K), d=(M, N), w=(G, K, N)), make, lock, "product", G, M, K, N)
 
 
 def abstract(G: int, **shapes: tuple[int, ...]) -> dict:
@@ -108,7 +99,7 @@ def abstract(G: int, **shapes: tuple[int, ...]) -> dict:
     return of | {"s": jax.ShapeDtypeStruct((G,), jnp.int32)}
 
 
-def times_ffn_jax(G: int, M: int, D: int, F: int, implementation: str | None, lock: str) -> dict[str, float]:
+def race_ffn(G: int, M: int, D: int, F: int, implementation: str | None, lock: str):
     import jax
     import jax.numpy as jnp
 
@@ -124,64 +115,7 @@ def times_ffn_jax(G: int, M: int, D: int, F: int, implementation: str | None, lo
     both = lambda s, d, *inputs: jax.vjp(functools.partial(op, s), *inputs)[1](d)
     calls = {"forward": (op, "sxpguo"), "forward+backward": (both, "sdxpguo")}
     shapes = abstract(G, x=(M, D), d=(M, D), p=(M,), g=(G, D, F), u=(G, D, F), o=(G, F, D))
-    return measure_jax(calls, shapes, make, lock)
-
-
-def times_torch(G: int, M: int, K: int, N: int) -> dict[str, float]:
-    import torch
-
-    wait = lambda _: torch.cuda.synchronize()
-    normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-    x, d, w = normal(M, K), normal(M, N), normal(G, K, N) * K**-0.5
-    offs = torch.tensor(np.cumsum(group_sizes(G, M)), device="cuda", dtype=torch.int32)
-    calls = {
-        "forward": lambda: torch._grouped_mm(x, w, offs=offs),
-        "dgrad": lambda: torch._grouped_mm(d, w.transpose(1, 2), offs=offs),
-        "wgrad": lambda: torch._grouped_mm(x.t(), d, offs=offs),
-    }
-    return {name: median_ms(f, wait) for name, f in calls.items()}
-
-
-def times_ffn_torch(G: int, M: int, D: int, F: int) -> dict[str, float]:
-    """Two products with the activation between them, by torch.compile: one kernel that reads and writes it once."""
-    import torch
-
-    wait = lambda _: torch.cuda.synchronize()
-    normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-    x, d_y = normal(M, D), normal(M, D)
-    w_in, w_out, p = normal(G, D, 2 * F) * D**-0.5, normal(G, F, D) * F**-0.5, torch.rand(M, 1, device="cuda")
-    offs = torch.tensor(np.cumsum(group_sizes(G, M)), device="cuda", dtype=torch.int32)
-
-    def activation(h, p):
-        gate, up = h.float().chunk(2, -1)
-        return (p * 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)).bfloat16()
-
-    inputs = [t.requires_grad_() for t in (x, p, w_in, w_out)]
-    times = {}
-    for how, act in (("", torch.compile(activation)), (" eager", activation)):
-        op = functools.partial(torch_ffn, act, offs, *inputs)
-        with torch.no_grad():
-            times["forward" + how] = median_ms(op, wait)
-        both = functools.partial(lambda op: torch.autograd.grad(op(), inputs, d_y), op)
-        times["forward+backward" + how] = median_ms(both, wait)
-    return times
-
-
-def torch_ffn(activation, offs, x, p, w_in, w_out):
-    import torch
-
-    return torch._grouped_mm(activation(torch._grouped_mm(x, w_in, offs=offs), p), w_out, offs=offs)
-
-
-def in_torch(lock: str, what: str, *shape: int) -> dict[str, float] | str:
-    if importlib.util.find_spec("torch") is None:
-        return "not run: torch cannot be imported"
-    command = [sys.executable, "-m", "benchmarks.moe", "--torch-only", what, *map(str, shape)]
-    with turn(lock):
-        result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        return "failed: " + result.stderr.strip().splitlines()[-1]
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    return race(calls, shapes, make, lock, "ffn", G, M, D, F)
 
 
 def show(name: str, times: dict[str, float] | str, flops: dict[str, float], floors: dict[str, float]) -> None:
@@ -246,7 +180,8 @@ def tune(G: int, M: int, K: int, N: int, products: list[str], lock: str) -> None
             for _ in range(7):
                 for t, times in samples.items():
                     call = functools.partial(compiled[product, t], *(data[a] for a in ways[product][2]))
-                    times.append(median_ms(call, jax.block_until_ready, repeats=4, samples=1))
+                    call()
+                    times.append(sample_ms(call, jax.block_until_ready, repeats=4))
             medians = {t: statistics.median(times[1:]) for t, times in samples.items()}
             for t, ms in sorted(medians.items(), key=lambda x: x[1]):
                 key = (kind, product, ways[product][0], -(-M // G))
@@ -264,12 +199,7 @@ def main() -> None:
         "--tune", nargs="*", choices=("rows", "transposed", "groups", "gated"), help="time tile sizes instead"
     )
     parser.add_argument("--turn", default="", help="file whose lock is held while the card is timed")
-    parser.add_argument("--torch-only", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.torch_only:
-        what, *shape = args.torch_only
-        print(json.dumps((times_ffn_torch if what == "ffn" else times_torch)(*map(int, shape))))
-        return
     D, F = args.width, args.hidden
     for G, M in (map(int, shape.split(",")) for shape in args.groups.split(";")):
         expert = (D, 2 * F), (F, D)
@@ -282,16 +212,18 @@ def main() -> None:
         for K, N in products:
             print(f"{G} groups, {M} rows, {K} -> {N}", flush=True)
             flops, floors = (dict.fromkeys(PRODUCTS, x) for x in (2 * M * K * N, floor_ms(G, M, K, N)))
-            show(args.implementation, times_jax(G, M, K, N, args.implementation, args.turn), flops, floors)
-            show("torch", in_torch(args.turn, "product", G, M, K, N), flops, floors)
+            ours, torch = race_products(G, M, K, N, args.implementation, args.turn)
+            show(args.implementation, ours, flops, floors)
+            show("torch", torch, flops, floors)
         if args.products:
             continue
         print(f"{G} experts, {M} rows, FFN {D} -> 2 x {F} -> {D}", flush=True)
         forward, floor = 6 * M * D * F, sum(floor_ms(G, M, *widths) for widths in expert)
         flops = {"forward": forward, "forward+backward": 3 * forward}
         floors = {"forward": floor, "forward+backward": 3 * floor}
-        show(args.implementation, times_ffn_jax(G, M, D, F, args.implementation, args.turn), flops, floors)
-        show("torch", in_torch(args.turn, "ffn", G, M, D, F), flops, floors)
+        ours, torch = race_ffn(G, M, D, F, args.implementation, args.turn)
+        show(args.implementation, ours, flops, floors)
+        show("torch", torch, flops, floors)
 
 
 if __name__ == "__main__":
