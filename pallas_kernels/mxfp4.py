@@ -49,11 +49,7 @@ class Packed:
         return self
 
     def unpack(self, dtype) -> Float[Array, "*b K N"]:
-        return jnp.swapaxes(self.unpack_transposed(dtype), -1, -2)
-
-    def unpack_transposed(self, dtype) -> Float[Array, "*b N K"]:
-        """In the order that the codes lie in."""
-        return unpack(self.codes, jnp.swapaxes(self.scales, -1, -2), dtype)
+        return jnp.swapaxes(unpack(self.codes, jnp.swapaxes(self.scales, -1, -2), dtype), -1, -2)
 
 
 def unpack(

@@ -25,6 +25,7 @@ from pallas_kernels.grouped_matmul.gpu_kernel import (
 )
 from pallas_kernels.grouped_matmul.gpu_narrow import NarrowTiles, narrow_product
 from pallas_kernels.grouped_matmul.gpu_packed import COLUMNS, PackedTiles, packed_product
+from pallas_kernels.grouped_matmul.gpu_unpack import shuffled, unpack_shuffled, unshuffled
 from pallas_kernels.grouped_matmul.products import grouped
 from pallas_kernels.grouped_matmul.row_tiles import row_tiles
 from pallas_kernels.mxfp4 import Packed
@@ -66,7 +67,10 @@ class GpuProducts:
             if not transposed and (tiles := packed_tiles(M, G, K, N)):
                 return sum(packed_rows(x, w, group_sizes_G, tiles) for x, w in zip(lhs, rhs))
             # many rows of each matrix: unpacked first, and as they lie, for turning them takes longer than multiplying
-            rhs, transposed = [w.unpack_transposed(x.dtype) for x, w in zip(lhs, rhs)], not transposed
+            rhs = [unpack_shuffled(w) for w in rhs]
+            if transposed:
+                return unshuffled(self.rows(lhs, rhs, group_sizes_G))
+            lhs, transposed = [shuffled(x) for x in lhs], True
         G, N = rhs[0].shape[0], rhs[0].shape[1 if transposed else 2]
         tiles = gpu_tiles(self.kind, "transposed" if transposed else "rows", lhs[0].shape[0], G, lhs[0].shape[1], N)
         if isinstance(tiles, NarrowTiles):

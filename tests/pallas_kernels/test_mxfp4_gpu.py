@@ -10,8 +10,9 @@ import pytest
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.gpu_packed import PackedTiles, interleave
+from pallas_kernels.grouped_matmul.gpu_unpack import shuffled, unpack_shuffled, unshuffled
 from pallas_kernels.grouped_matmul.pallas_gpu import GpuProducts, packed_rows, row_tiles
-from pallas_kernels.mxfp4 import Packed
+from pallas_kernels.mxfp4 import Packed, unpack
 from tests.pallas_kernels.test_grouped_matmul import by_hand
 from tests.pallas_kernels.test_grouped_matmul_gpu import SIZES, assert_close, interpreted  # noqa: F401
 from tests.pallas_kernels.test_kda_gpu import h200, on_hopper  # noqa: F401
@@ -41,6 +42,24 @@ def test_columns_are_interleaved_as_nibbles_are_unpacked():
             nibbles = 64 * block + 16 * q + np.arange(16)  # elements of the thread's 8 bytes, low nibbles first
             for w, i, e in np.ndindex(2, 4, 2):
                 assert order[64 * block + 8 * (4 * w + i) + 2 * q + e] == nibbles[8 * w + i + 4 * e]
+
+
+def test_unpacking_all_at_once_is_exact_and_undone_by_the_order_of_rows():
+    """Every code at every scale but the outermost, bit for bit; byte 255 is nan; zeros at any scale."""
+    codes = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 16, 16), (1, 256, 1)).reshape(1, 4096, 16)
+    scales = np.repeat(np.arange(256, dtype=np.uint8), 16)[None, None]
+    w = Packed(jnp.asarray(codes), jnp.asarray(scales))
+    got = np.asarray(unshuffled(jax.jit(unpack_shuffled)(w)))[0]
+    want = np.asarray(unpack(w.codes, jnp.swapaxes(w.scales, 1, 2), jnp.bfloat16))[0]
+    exact = (scales[0, 0] > 1) & (scales[0, 0] < 253)
+    np.testing.assert_array_equal(got[exact].view(np.uint16), want[exact].view(np.uint16))
+    assert np.isnan(got[scales[0, 0] > 252]).all()
+    zero, low = want == 0, scales[0, 0] < 2
+    assert (got[zero & low[:, None]] == 0).all()
+    assert np.abs(got[low].astype(float) - want[low].astype(float)).max() < 2.0**-124
+    x = np.arange(32.0)
+    np.testing.assert_array_equal(shuffled(x)[:8], [0, 4, 1, 5, 2, 6, 3, 7])
+    np.testing.assert_array_equal(unshuffled(shuffled(x)), x)
 
 
 @pytest.mark.parametrize("tiles", [PackedTiles(8, 4), PackedTiles(64, 2, panel=2)], ids=str)
