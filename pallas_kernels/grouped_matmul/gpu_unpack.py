@@ -1,8 +1,8 @@
-"""MXFP4 matrices as bfloat16 ones for the Hopper kernels, where many rows share a matrix: one pass at the speed of memory.
+"""MXFP4 matrices as bfloat16 ones for the Hopper kernels, where many rows share a matrix: one pass over memory.
 
-Two codes are turned into two bfloat16 numbers at once, by integer operations on words of 32 bits. Nibbles i and i + 4 of a
-word are such a pair, so the result has the 8 codes of a word in the order 0 4 1 5 2 6 3 7; rows that are multiplied by it
-are put into that order (`shuffled`), which costs less than putting matrices back.
+Two codes are turned into two bfloat16 numbers at once, by integer operations on words of 32 bits. Nibbles i and i + 4
+of a word are such a pair, so the result has the 8 codes of a word in the order 0 4 1 5 2 6 3 7; rows that are
+multiplied by it are put into that order (`shuffled`), which costs less than putting matrices back.
 """
 
 from __future__ import annotations
