@@ -1,14 +1,21 @@
 """The main questions against one baseline, so that its seeds are run once: balancing, residuals, decay, activation.
 
-Option `arms`: names with + between, to run some of them (the baseline is always run).
+Options of its own: `arms`, names with + between, to run some of them (the baseline is always run); `probe`, what is
+measured of every finished run's model (nothing after an empty `probe=`): it compiles programs of its own.
 """
 
 from configs.ablations.common import base, pick
+from trillium_moe.config import check_choice
 from trillium_moe.sweep.plan import Sweep, chain, named
+from trillium_moe.sweep.probe import PROBES
 
 
 def get_sweep(options: str = "") -> Sweep:
     options, wanted = pick(options, "arms")
+    options, probe = pick(options, "probe", "activations")
+    probes = tuple(filter(None, probe.split("+")))
+    for name in probes:
+        check_choice("option probe", name, tuple(PROBES))
     config, seeds = base(options)
     arms = chain(
         named("as released"),
@@ -37,7 +44,7 @@ def get_sweep(options: str = "") -> Sweep:
         seeds=seeds,
         measures=("steps_to_balance", "violation_area", "violation_tail", "gate_max", "activation_max", "min_log_decay",
                   "grad_norm_max"),
-        probes=("activations",),
+        probes=probes,
         published="attention residuals in blocks -0.01 to -0.025 nats against none; latent experts without norm "
                   "worse by 0.03 to 0.04 than with it; SiTU 4/25 neutral; balancing rules within 0.01 nats, quantile "
                   "balanced after about 5 steps, sign 1e-3 after hundreds (sources: docs/ablations.md).",
