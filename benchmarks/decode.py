@@ -89,8 +89,8 @@ def decode_args(config: ModelConfig, weights, cache, steps: int):
     B = cache.length.shape[0]
     greedy = Settings(np.zeros(B, np.uint32), np.zeros(B, np.float32), np.zeros(B, np.int32), np.ones(B, np.float32))
     pending = np.random.default_rng(1).integers(0, config.vocab_size, B).astype(np.int32)
-    return (config, steps, weights, cache, pending, np.full(B, -1, np.int32), np.full(B, 1 << 20, np.int32),
-            np.zeros(B, np.int32), greedy, np.full((B, engine.MOST_STOPS), -1, np.int32))
+    return (config, steps, True, forward.flat(weights), cache, pending, np.full(B, -1, np.int32),
+            np.full(B, 1 << 20, np.int32), np.zeros(B, np.int32), greedy, np.full((B, engine.MOST_STOPS), -1, np.int32))
 
 
 def compile_decode(config: ModelConfig, weights, batch: int, context: int, steps: int, latents: str):
@@ -108,7 +108,7 @@ def time_decode(
     run, compile_s = compiled
     cache = cache_at(config, batch, context, latents)
     floor = step_bytes(config, weights, cache, context)
-    args = list(decode_args(config, weights, cache, steps))[2:]
+    args = list(decode_args(config, weights, cache, steps))[3:]
 
     def once():
         args[1] = args[1]._replace(length=jnp.full(batch, context, jnp.int32))
@@ -141,6 +141,7 @@ def kernel_times(once, steps: int, top: int = 45):
         data = jax.profiler.ProfileData.from_file(str(path))
     total = collections.Counter()
     count = collections.Counter()
+    began, ended = [], []
     for plane in data.planes:
         if "/device:GPU" not in plane.name:
             continue
@@ -150,7 +151,10 @@ def kernel_times(once, steps: int, top: int = 45):
             for event in line.events:
                 total[event.name] += event.duration_ns
                 count[event.name] += 1
-    print(f"kernels: {sum(count.values()) / steps:.0f} a step, {sum(total.values()) / steps / 1e3:.0f} us")
+                began.append(event.start_ns)
+                ended.append(event.start_ns + event.duration_ns)
+    n, busy, all_of_it = sum(count.values()), sum(total.values()), max(ended) - min(began)
+    print(f"kernels: {n / steps:.0f} a step, {busy / steps / 1e3:.0f} us of {all_of_it / steps / 1e3:.0f}")
     for name, ns in total.most_common(top):
         print(f"{ns / steps / 1e3:9.1f} us {count[name] / steps:7.1f}x  {name[:100]}")
     sys.stdout.flush()

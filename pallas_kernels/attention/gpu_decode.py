@@ -1,7 +1,7 @@
 """One query per sequence over cached latents on Hopper GPUs: Pallas-Triton kernels that read every latent once.
 
-    write       a program per sequence: the new token's latent, normed, into the cache
-    attend      a program per sequence and run of keys, for all heads at once: they share keys and values
+    attend      a program per sequence and run of keys, for all heads at once: they share keys and values. The one whose
+                run holds the new token's place norms its latent, writes it and attends to it apart
     merge       the runs of a sequence, weighed by their softmax sums
 
 Runs are cut by capacity, not by length, so that no sequence's sums depend on what other sequences hold.
@@ -55,24 +55,19 @@ def latent_decode(
     blocks = pl.cdiv(pl.cdiv(C, BLOCK), pl.cdiv(PROGRAMS, B))  # of a run
     runs = pl.cdiv(C, blocks * BLOCK)
     shape = jax.ShapeDtypeStruct
-    latents_BCX = pl.pallas_call(
-        functools.partial(_write, C, R, X - R, norm_eps),
-        grid=(B,),
-        out_shape=shape(latents_BCX.shape, latents_BCX.dtype),
-        input_output_aliases={0: 0},
-        compiler_params=params(4),
-        name="latent_decode_write",
-        **how,
-    )(latents_BCX, kv_BX, norm_R.astype(f32), length_B, active_B)
     latent_BHR = few_rows.heads(q_BHK, k_up_HRN)
-    partial, top, total = pl.pallas_call(
-        functools.partial(_attend, C, H, R, N, X - R, blocks, scale),
+    latents_BCX, partial, top, total = pl.pallas_call(
+        functools.partial(_attend, C, H, R, N, X - R, blocks, scale, norm_eps),
         grid=(runs, B),
-        out_shape=[shape((B, runs, H, R), f32), shape((B, runs, H), f32), shape((B, runs, H), f32)],
+        out_shape=[
+            shape(latents_BCX.shape, latents_BCX.dtype),
+            shape((B, runs, H, R), f32), shape((B, runs, H), f32), shape((B, runs, H), f32),
+        ],
+        input_output_aliases={0: 0},
         compiler_params=params(warps, stages),
         name="latent_decode_attend",
         **how,
-    )(latent_BHR, q_BHK, latents_BCX, length_B)
+    )(latents_BCX, latent_BHR, q_BHK, kv_BX, norm_R.astype(f32), length_B, active_B)  # fmt: skip
     columns = min(R, 64)
     out_BHR = pl.pallas_call(
         functools.partial(_merge, runs, columns),
@@ -85,32 +80,22 @@ def latent_decode(
     return few_rows.heads(out_BHR, v_up_HVR, gate_BHV), latents_BCX
 
 
-def _write(C, R, P, eps, _, kv_ref, norm_ref, length_ref, active_ref, cache_ref):
-    b, r, p = pl.program_id(0), jnp.arange(R), jnp.arange(P)
-    at, dtype = length_ref[b], cache_ref.dtype
-
-    @pl.when((active_ref[b] != 0) & (at < C))
-    def _():
-        c = plgpu.load(kv_ref.at[b, r]).astype(f32)
-        c = (c * jax.lax.rsqrt(jnp.sum(c * c) / R + eps)).astype(dtype).astype(f32)
-        norm = plgpu.load(norm_ref.at[r]).astype(dtype).astype(f32)
-        plgpu.store(cache_ref.at[b, at, r], (c * norm).astype(dtype))
-        plgpu.store(cache_ref.at[b, at, R + p], plgpu.load(kv_ref.at[b, R + p]))
-
-
 def _dot(a, b, contract):
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=f32)
 
 
-def _attend(C, H, R, N, P, blocks, scale, latent_ref, q_ref, cache_ref, length_ref, partial_ref, top_ref, total_ref):
+def _attend(
+    C, H, R, N, P, blocks, scale, eps,
+    _, latent_ref, q_ref, kv_ref, norm_ref, length_ref, active_ref, cache_ref, partial_ref, top_ref, total_ref,
+):  # fmt: skip
     run, b = pl.program_id(0), pl.program_id(1)
     tile = max(16, pl.next_power_of_2(H))
     h, r, rope = jnp.arange(tile), jnp.arange(R), jnp.arange(P)
     mask = (h < H)[:, None]
     q = plgpu.load(latent_ref.at[b, h[:, None], r[None]], mask=mask, other=0.0)
     q_rope = plgpu.load(q_ref.at[b, h[:, None], N + rope[None]], mask=mask, other=0.0)
-    n, first = jnp.minimum(length_ref[b] + 1, C), run * blocks * BLOCK
+    n, first = length_ref[b], run * blocks * BLOCK
 
     def visit(i, carry):
         top, total, out = carry
@@ -128,6 +113,24 @@ def _attend(C, H, R, N, P, blocks, scale, latent_ref, q_ref, cache_ref, length_r
     visits = jnp.clip((n - first + BLOCK - 1) // BLOCK, 0, blocks)
     empty = jnp.full(tile, -jnp.inf, f32), jnp.zeros(tile, f32), jnp.zeros((tile, R), f32)
     top, total, out = jax.lax.fori_loop(0, visits, visit, empty)
+
+    # the new token, whose place no other program reads; without one an empty sequence still has finite outputs
+    mine = (n < C) & (n >= first) & (n < first + blocks * BLOCK)
+    c, dtype = plgpu.load(kv_ref.at[b, r]).astype(f32), cache_ref.dtype
+    c = (c * jax.lax.rsqrt(jnp.sum(c * c) / R + eps)).astype(dtype).astype(f32)
+    c = (c * plgpu.load(norm_ref.at[r]).astype(dtype).astype(f32)).astype(dtype)
+    key = plgpu.load(kv_ref.at[b, R + rope])
+
+    @pl.when(mine & (active_ref[b] != 0))
+    def _():
+        plgpu.store(cache_ref.at[b, n, r], c)
+        plgpu.store(cache_ref.at[b, n, R + rope], key)
+
+    product = lambda q, c: jnp.sum(q.astype(f32) * c.astype(f32)[None], axis=1)
+    logit = jnp.where(mine, (product(q, c) + product(q_rope, key)) * scale, -jnp.inf)
+    new = jnp.maximum(top, logit)
+    keep, p = (jnp.where(x == -jnp.inf, 0.0, jnp.exp(x - new)) for x in (top, logit))
+    out, total, top = out * keep[:, None] + p[:, None] * c.astype(f32)[None], total * keep + p, new
     plgpu.store(partial_ref.at[b, run, h[:, None], r[None]], out, mask=mask)
     plgpu.store(top_ref.at[b, run, h], top, mask=h < H)
     plgpu.store(total_ref.at[b, run, h], total, mask=h < H)

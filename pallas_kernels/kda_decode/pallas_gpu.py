@@ -54,7 +54,7 @@ def kda_decode_pallas_gpu(
     if not interpret and not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
 
-    if decay_up is not None and decay_up.shape[1] & (decay_up.shape[1] - 1):  # not a power of two
+    if decay_up is not None and ((R := decay_up.shape[1]) > K or R & (R - 1)):  # too wide, or not a power of two
         decay, decay_up = decay_logits(decay, decay_up, H, K), None
     inputs = {
         "taps": taps,
@@ -102,20 +102,14 @@ def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
         for i in range(3):
             new = unless_idle(window[c + 1][i], window[c][i]).astype(taps_ref.dtype)
             plgpu.store(taps_ref.at[b, c, i, h, channels], new)
-    state = plgpu.load(inputs["state"].at[b, h, channels[:, None], channels[None]])  # in flight during what follows
-    conv = {(c, i): wide("conv", c, i, h) for c in range(C) for i in range(3)}
-    if "decay_up" in inputs:
-        R = inputs["decay_up"].shape[1]
-        some = min(R, 32)  # at a time: registers are the state's
-
-        def part(i, z):
-            r = i * some + jnp.arange(some)
-            up = plgpu.load(inputs["decay_up"].at[h * K + channels[:, None], r[None]]).astype(f32)
-            return z + jnp.sum(up * plgpu.load(inputs["decay"].at[b, r]).astype(f32)[None], axis=1)
-
-        z = jax.lax.fori_loop(0, R // some, part, jnp.zeros(K, f32))
+    if "decay_up" in inputs:  # all of it asked for before the state is: its registers are free again when that comes
+        r = jnp.arange(inputs["decay_up"].shape[1])
+        up = plgpu.load(inputs["decay_up"].at[h * K + channels[:, None], r[None]]).astype(f32)
+        z = jnp.sum(up * plgpu.load(inputs["decay"].at[b, r]).astype(f32)[None], axis=1)
     else:
         z = wide("decay", b, h)
+    state = plgpu.load(inputs["state"].at[b, h, channels[:, None], channels[None]])  # in flight during what follows
+    conv = {(c, i): wide("conv", c, i, h) for c in range(C) for i in range(3)}
     z, a_log = z + wide("dt_bias", h), inputs["a_log"][h]
     q, k, v, factor = prepare(window, conv, z, a_log, g_min)
     beta = 1.0 / (1.0 + jnp.exp(-inputs["beta"][b, h].astype(f32)))

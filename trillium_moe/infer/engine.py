@@ -76,7 +76,7 @@ class Engine:
         B = config.slots
         self.model, self.config = model, config
         self.cache: Cache = make_cache(model, B, config.capacity, config.latents, mtp=config.speculate)
-        self.weights = forward.serving_weights(model, params, router_bias)
+        self.load(params, router_bias)
         self.store = None
         if config.prefix_bytes:
             self.store = PrefixStore(config.prefix_block, config.prefix_bytes, config.prefix_host_bytes)
@@ -89,6 +89,7 @@ class Engine:
         self.settings = Settings(np.zeros(B, np.uint32), np.zeros(B, np.float32), np.zeros(B, np.int32),
                                  np.ones(B, np.float32))
         self.stops = np.full((B, MOST_STOPS), -1, np.int32)
+        self.greedy = True  # nothing was ever sampled: decoding needs no program that could
         self.free = list(range(B))[::-1]
         self.prefilled = 0  # tokens that went through prefill, not counting reuse
 
@@ -205,6 +206,7 @@ class Engine:
     def load(self, params: PyTree, router_bias: PyTree) -> None:
         """Goes on with other weights. What the cache holds was computed with the old ones."""
         self.weights = forward.serving_weights(self.model, params, router_bias)
+        self.flat = forward.flat(self.weights)
 
     def _reuse(self, slot: int, known: np.ndarray) -> tuple[int, set[int]]:
         """Tokens taken from the store, and the numbers of tokens after which to keep the sequence: where the prompt's
@@ -273,6 +275,7 @@ class Engine:
               f"{n_tokens} more tokens do not fit after {self.length[slot] + 1}; raise it")
         check(len(stops) <= MOST_STOPS, "stops", list(stops), f"at most {MOST_STOPS} stop tokens")
         self.left[slot], self.count[slot] = n_tokens, 0
+        self.greedy &= bool(sampling.temperature <= 0)
         values = (sampling.seed & 0xFFFFFFFF, sampling.temperature, sampling.top_k, sampling.top_p)
         for array, value in zip(self.settings, values):
             array[slot] = value
@@ -286,7 +289,7 @@ class Engine:
         """Adds up to `steps` tokens to every started sequence, twice as many with `speculate`."""
         run = _speculate if self.config.speculate else _decode
         tokens, logprobs, draft, self.cache = run(
-            self.model, self.config.steps, self.weights, self.cache, self.pending.copy(), self.draft.copy(),
+            self.model, self.config.steps, self.greedy, self.flat, self.cache, self.pending.copy(), self.draft.copy(),
             self.left.copy(), self.count.copy(), jax.tree.map(np.copy, self.settings), self.stops.copy(),
         )  # fmt: skip
         tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
@@ -339,13 +342,15 @@ def _score(model, weights, cache, tokens_ST, targets_ST, n_S, rows_S):
     return jnp.take_along_axis(logp, targets_ST[..., None], -1)[..., 0], cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _decode(model, steps, weights, cache, token_B, draft_B, left_B, count_B, settings, stops_BN):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _decode(model, steps, greedy, weights, cache, token_B, draft_B, left_B, count_B, settings, stops_BN):
+    weights = forward.whole(weights)
+
     def step(carry, _):
         cache, token, left, count = carry
         runs = left > 0
         h, cache = forward.extend(model, weights, cache, token[:, None], runs.astype(jnp.int32))
-        new, logprob = sample(forward.logits(model, weights, h[:, 0]), count, settings)
+        new, logprob = sample(forward.logits(model, weights, h[:, 0]), count, settings, greedy)
         stopped = (new[:, None] == stops_BN).any(-1)
         left = jnp.where(runs & ~stopped, left - 1, 0)
         out = jnp.where(runs, new, -1), jnp.where(runs, logprob, jnp.nan)
@@ -355,8 +360,8 @@ def _decode(model, steps, weights, cache, token_B, draft_B, left_B, count_B, set
     return tokens.T, logprobs.T, draft_B, cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _speculate(model, steps, weights, cache, token_B, draft_B, left_B, count_B, settings, stops_BN):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _speculate(model, steps, greedy, weights, cache, token_B, draft_B, left_B, count_B, settings, stops_BN):
     """`_decode` with two tokens a step where the proposal is right.
 
     The pending token and the proposal for the one after it go through the model together. The token after the pending
@@ -364,6 +369,7 @@ def _speculate(model, steps, weights, cache, token_B, draft_B, left_B, count_B, 
     sequence, and a second token is drawn from them. So a proposal x is accepted with the model's own probability of x,
     a rejected one is replaced by a draw from the rest, and every token is the one that `_decode` would have drawn.
     """
+    weights = forward.whole(weights)
     stops = lambda token: (token[:, None] == stops_BN).any(-1)
 
     def step(carry, _):
@@ -372,8 +378,8 @@ def _speculate(model, steps, weights, cache, token_B, draft_B, left_B, count_B, 
         both = jnp.stack([token, jnp.maximum(draft, 0)], 1)
         h, cache = forward.extend(model, weights, cache, both, 2 * runs.astype(jnp.int32), undecided=True)
         logits = forward.logits(model, weights, h)
-        first, logp_first = sample(logits[:, 0], count, settings)
-        second, logp_second = sample(logits[:, 1], count + 1, settings)
+        first, logp_first = sample(logits[:, 0], count, settings, greedy)
+        second, logp_second = sample(logits[:, 1], count + 1, settings, greedy)
         accepted = runs & (first == draft) & ~stops(first) & (left > 1)
         n = runs.astype(jnp.int32) + accepted
         cache = forward.settle(cache, n)

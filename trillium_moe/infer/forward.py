@@ -40,6 +40,33 @@ class Weights(NamedTuple):
     mtp: Any = None  # {"fuse", "hidden_norm", "token_norm", "mixer_norm", "ffn_norm": arrays, "mla", "moe": variables}
 
 
+class Flat(NamedTuple):
+    """`Weights` as a list of arrays: layers of variables take most of a millisecond to look through at every call."""
+
+    leaves: Any
+    shape: Any  # what puts them together again
+
+
+@functools.cache  # one object for equal shapes, so that programs are found by identity
+def _shape(treedef) -> "_Shape":
+    return _Shape(treedef)
+
+
+@jax.tree_util.register_static
+class _Shape:
+    def __init__(self, treedef):
+        self.treedef = treedef
+
+
+def flat(weights: Weights) -> Flat:
+    leaves, treedef = jax.tree.flatten(weights)
+    return Flat(leaves, _shape(treedef))
+
+
+def whole(weights: Flat) -> Weights:
+    return jax.tree.unflatten(weights.shape.treedef, weights.leaves)
+
+
 @functools.cache
 def _graphdefs(config: ModelConfig) -> dict[str, nnx.GraphDef]:
     """Graphdef of one layer of each kind."""

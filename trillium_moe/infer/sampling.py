@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
 
 def sample(
-    logits_BV: Float[Array, "B V"], count_B: Int[Array, " B"], settings: Settings
+    logits_BV: Float[Array, "B V"], count_B: Int[Array, " B"], settings: Settings, greedy: bool = False
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Draws one token per sequence.
 
@@ -51,6 +51,7 @@ def sample(
 
     Args:
       count_B: tokens that each sequence has drawn so far: with the seed, all that the noise depends on.
+      greedy: every sequence takes its best token: there is nothing to ask the settings, which on a GPU takes time.
 
     Returns:
       The tokens, and the model's own log-probabilities of them (temperature 1, no cuts), as the trainer computes them.
@@ -68,7 +69,7 @@ def sample(
         drawn = jnp.argmax(jnp.where(keep, scaled, -jnp.inf) + noise(settings.seed, count_B), -1)
         return jnp.where(greedy_B, best_B, drawn)
 
-    token_B = jax.lax.cond(greedy_B.all(), lambda: best_B, draw).astype(jnp.int32)
+    token_B = (best_B if greedy else jax.lax.cond(greedy_B.all(), lambda: best_B, draw)).astype(jnp.int32)
     picked_B = jnp.take_along_axis(logits_BV, token_B[:, None], -1)[:, 0]
     return token_B, picked_B - jax.nn.logsumexp(logits_BV, -1)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import few_rows
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.context import Context
 from trillium_moe.model.params import linear, normal, param, wide
@@ -66,5 +67,21 @@ class DenseFFN(nnx.Module):
         self.down = param(rngs, (width, D), ("mlp", "embed"), dtype, init, muon="whole")
 
     def __call__(self, x_BTD: Float[Array, "*b D"], ctx: Context | None = None) -> tuple[Float[Array, "*b D"], dict]:
+        if hasattr(self, "inner"):
+            return self._packed(x_BTD), {}
         hidden = activate(self.config, linear(x_BTD, self.gate), linear(x_BTD, self.up))
         return linear(hidden, self.down), {}
+
+    def pack(self) -> None:
+        """For generation on one device: one matrix for all that multiplies x (`pallas_kernels.few_rows`)."""
+        dtype = self.config.dtypes.compute
+        self.inner = nnx.Param(few_rows.pack([self.gate[...], self.up[...]], dtype))
+        self.packed_down = nnx.Param(few_rows.pack([self.down[...]], dtype))
+        for name in ("gate", "up", "down"):
+            delattr(self, name)
+
+    def _packed(self, x):
+        D, width = x.shape[-1], self.packed_down.shape[1]
+        down = self.packed_down[...]
+        gate, up = few_rows.linear(x.reshape(-1, D), self.inner[...], (width, width))
+        return few_rows.linear(activate(self.config, gate, up), down, (D,))[0].reshape(x.shape)

@@ -20,6 +20,7 @@ from trillium_moe.model.params import linear, normal, ones, param, wide
 from trillium_moe.parallel.context import latent_attention
 from trillium_moe.shapes import Array, Float, Int
 
+FEW_TOKENS = 2  # of a sequence, that are decoded one after the other: a step, and one with a proposed token
 LORA_EPS = 1e-6  # the released model builds its two latent norms with this default, not with rms_norm_eps
 
 
@@ -84,13 +85,18 @@ class MLA(nnx.Module):
         at = length_B[:, None] + jnp.arange(T)
         q, kv, gate = self._projections(x_BTD, at)
 
-        def one_token():
-            token = lambda x: None if x is None else x[:, 0]
+        def token_by_token():
             norm, ups = (self.kv_norm[...], LORA_EPS), (self.packed_k_up[...], self.packed_v_up[...])
-            o, values = latent_decode(
-                token(q), token(kv), *norm, past.values, length_B, n_B, *ups, token(gate), self.scale
-            )
-            return self.project(o[:, None]), Latents(values)
+            out, values = [], past.values
+            for t in range(T):
+                token = lambda x, t=t: None if x is None else x[:, t]
+                here = length_B + t if t else length_B  # adding a zero would be a kernel
+                there = (t < n_B).astype(jnp.int32)
+                o, values = latent_decode(
+                    token(q), token(kv), *norm, values, here, there, *ups, token(gate), self.scale
+                )
+                out.append(o)
+            return self.project(jnp.stack(out, axis=1)), Latents(values)
 
         def any_tokens():
             new = jnp.concatenate(self._normed(kv), axis=-1)
@@ -104,8 +110,8 @@ class MLA(nnx.Module):
             return self.output(o, gate, x_BTD.dtype), written
 
         ways = {"xla": any_tokens}
-        if T == 1 and rows is None and hasattr(self, "inner") and past.scale is None:
-            ways["pallas_gpu"] = one_token
+        if T <= FEW_TOKENS and rows is None and hasattr(self, "inner") and past.scale is None:
+            ways["pallas_gpu"] = token_by_token
         return dispatch("attention over latents", ways, None)
 
     def pack(self) -> None:
