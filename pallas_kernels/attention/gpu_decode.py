@@ -18,7 +18,7 @@ from pallas_kernels import few_rows
 from pallas_kernels.dispatch import is_hopper
 
 PROGRAMS = 264  # two for every multiprocessor
-BLOCK = 64  # keys
+BLOCK = 32  # keys
 SOME = 16  # runs that are merged at a time
 
 f32 = jnp.float32

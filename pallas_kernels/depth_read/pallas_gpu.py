@@ -11,12 +11,11 @@ from pallas_kernels.dispatch import is_hopper
 
 MOST_SUMS = 16
 WIDEST = 8192
-WARPS = 4
 
 f32 = jnp.float32
 
 
-def depth_read(query_D, sealed, live_MD, new_MD, norm_D, eps, *, warps=0, interpret=False):
+def depth_read(query_D, sealed, live_MD, new_MD, norm_D, eps, *, interpret=False):
     """`api.depth_read`.
 
     Raises:
@@ -43,7 +42,7 @@ def depth_read(query_D, sealed, live_MD, new_MD, norm_D, eps, *, warps=0, interp
         lambda *refs: _kernel(D, eps, dict(zip(names, refs)), *refs[len(names) :]),
         out_shape=[shape, shape],
         grid=(M,),
-        compiler_params=plgpu.CompilerParams(num_warps=warps or (WARPS if D <= 2048 else 8), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if D <= 2048 else 8, num_stages=1),
         interpret=interpret,
         name="depth_read",
     )(*inputs.values())

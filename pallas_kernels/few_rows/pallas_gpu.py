@@ -1,17 +1,14 @@
 """The ops for few rows on GPUs: Pallas-Triton kernels that read every weight once.
 
     linear      a program per 16 or 32 columns, which reads all of x; no sum is split, so none is added up afterwards
-    route       a program per row: every pair of experts is compared, or, where they are many, the best is taken k times
+    route       a warp per row
     experts     two kernels: activations (a program per expert and some hidden channels), and the way back (a program
                 per group of experts and some channels; groups are added up by whoever reads the result)
 
 Groups of experts are fixed, so that no row's sums depend on what other rows take.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +17,16 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.dispatch import is_hopper
 
-RANKED = 256  # experts up to which comparing all pairs is faster than looking for the best k times
 MOST_ROWS = 64  # with more, products with every expert cost more than reading them
-# columns, block, stages, warps of `linear` by inputs and columns, where another choice than the usual is faster (H200)
-LINEAR: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+GROUPS = 32  # of experts
 
-
-class Tiles(NamedTuple):
-    """Of a product of experts: numbers that it adds up at a time, channels of a program, warps, stages in flight."""
-
-    block: int = 64
-    channels: int = 64
-    warps: int = 4
-    stages: int = 4
-
-    def fit(self, inner: int, outer: int) -> Tiles:
-        """Halved where the widths ask for it; they are multiples of 64."""
-        half = lambda size, width: size if width % size == 0 else 64
-        return self._replace(block=half(self.block, inner), channels=half(self.channels, outer))
-
-
-INTO, BACK, GROUPS = Tiles(), Tiles(), 32  # experts go back in groups
+# columns, block, stages and warps of `linear` for I inputs and O columns, where they beat the usual ones; on an H200
+LINEAR = {
+    (1024, 1024): (16, 256, 4, 2),
+    (1536, 1024): (16, 256, 6, 2),
+    (1024, 1728): (16, 256, 4, 2),
+    (1024, 4256): (16, 256, 4, 2),
+}
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -85,7 +71,7 @@ def linear(
     M, I = x_MI.shape
     O = w_OI.shape[0]
     tuned = LINEAR.get((I, O), (32 if O > 16 * 132 else 16, 128, 5, 4))
-    columns, block, stages, warps = (given or own for given, own in zip((columns, block, stages, warps), tuned))
+    columns, block, stages, warps = (given or best for given, best in zip((columns, block, stages, warps), tuned))
     block = min(block, I & -I)
     if block < 64:
         raise NotImplementedError(f"I={I}; a multiple of 64 is supported")
@@ -193,7 +179,7 @@ def route(logits_MX, bias_E, k, scale, *, interpret=False):
         functools.partial(_route, E, logits_MX.shape[1] // E, k, scale),
         grid=(M,),
         out_shape=jax.ShapeDtypeStruct((E, M), f32),
-        compiler_params=plgpu.CompilerParams(num_warps=4 if E <= RANKED else 1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         name="few_rows_route",
         interpret=interpret,
     )(logits_MX, bias_E)
@@ -204,15 +190,11 @@ def _route(E, parts, k, scale, logits_ref, bias_ref, p_ref):
     load = lambda ref: plgpu.load(ref, mask=e < E, other=0.0)
     score = _sigmoid(sum(load(logits_ref.at[m, part * E + e]) for part in range(parts)))
     left = jnp.where(e < E, score + load(bias_ref.at[e]), -jnp.inf)
-    if E <= RANKED:
-        better = (left[None] > left[:, None]) | ((left[None] == left[:, None]) & (e[None] < e[:, None]))
-        taken = jnp.sum(better.astype(jnp.int32), axis=1) < k
-    else:
-        taken = e < 0
-        for _ in range(k):
-            first = jnp.min(jnp.where((left == jnp.max(left)) & ~taken, e, E))  # ties to the lower index
-            taken = taken | (e == first)
-            left = jnp.where(e == first, -jnp.inf, left)
+    taken = e < 0
+    for _ in range(k):
+        first = jnp.min(jnp.where((left == jnp.max(left)) & ~taken, e, E))  # ties to the lower index
+        taken = taken | (e == first)
+        left = jnp.where(e == first, -jnp.inf, left)
     chosen = jnp.where(taken, score, 0.0)
     plgpu.store(p_ref.at[e, m], scale * chosen / (jnp.sum(chosen) + 1e-20), mask=e < E)
 
@@ -228,13 +210,13 @@ def experts(
     w_down_EFL,
     activation,
     *,
-    into=None,
-    back=None,
-    groups=0,
+    block=64,
+    channels=64,
+    warps=4,
+    stages=4,
     interpret=False,
 ):
-    """`api.experts`. Products are turned: a warpgroup's matrix instruction takes 64 channels of a weight, as it lies in
-    shared memory, by as many rows as there are, and leaves the warps to fetch the next.
+    """`api.experts`.
 
     Raises:
       NotImplementedError: anything but bfloat16, widths that are multiples of 64, at most 64 rows, on a Hopper GPU.
@@ -243,25 +225,24 @@ def experts(
     (M, L), (E, _, F) = z_ML.shape, w_gate_ELF.shape
     if L % 64 or F % 64:
         raise NotImplementedError(f"L={L}, F={F}; multiples of 64 are supported")
-    params = lambda tiles: plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
-    into, back, groups = (into or INTO).fit(L, F), (back or BACK).fit(F, L), groups or GROUPS
-    hidden_EFM = pl.pallas_call(
-        functools.partial(_activations, M, _tile(M), L, into, activation),
-        grid=(F // into.channels, E),
-        out_shape=jax.ShapeDtypeStruct((E, F, _tile(M)), bf16),
-        compiler_params=params(into),
+    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    hidden_EMF = pl.pallas_call(
+        functools.partial(_activations, M, _tile(M), L, block, channels, activation),
+        grid=(F // channels, E),
+        out_shape=jax.ShapeDtypeStruct((E, M, F), bf16),
+        compiler_params=params,
         name="few_rows_experts_in",
         interpret=interpret,
     )(z_ML, p_EM, w_gate_ELF, w_up_ELF)
-    some = pl.cdiv(E, groups)
+    some = pl.cdiv(E, GROUPS)
     return pl.pallas_call(
-        functools.partial(_back, M, _tile(M), E, F, back, some),
-        grid=(L // back.channels, pl.cdiv(E, some)),
+        functools.partial(_back, M, _tile(M), E, F, block, channels, some),
+        grid=(L // channels, pl.cdiv(E, some)),
         out_shape=jax.ShapeDtypeStruct((pl.cdiv(E, some), M, L), f32),
-        compiler_params=params(back),
+        compiler_params=params,
         name="few_rows_experts_out",
         interpret=interpret,
-    )(hidden_EFM, p_EM, w_down_EFL).sum(0)
+    )(hidden_EMF, p_EM, w_down_EFL).sum(0)
 
 
 def _tanh(x):
@@ -272,44 +253,47 @@ def _sigmoid(x):
     return 1.0 / (1.0 + jnp.exp(-x))
 
 
-def _activations(M, tile, L, tiles, activation, z_ref, p_ref, gate_ref, up_ref, hidden_ref):
+def _activations(M, tile, L, block, channels, activation, z_ref, p_ref, gate_ref, up_ref, hidden_ref):
     f, e, rows = pl.program_id(0), pl.program_id(1), jnp.arange(tile)
-    own, block = pl.ds(f * tiles.channels, tiles.channels), tiles.block
+    own = pl.ds(f * channels, channels)
     p = plgpu.load(p_ref.at[e, rows], mask=rows < M, other=0.0)
 
     @pl.when(jnp.max(p) > 0.0)
     def _():
         def step(i, carry):
-            z, k = _rows(z_ref, rows, i * block + jnp.arange(block), M), pl.ds(i * block, block)
-            product = lambda w: _dot(plgpu.load(w.at[e, k, own]), z, (0, 1))
-            return carry[0] + product(gate_ref), carry[1] + product(up_ref)
+            k = pl.ds(i * block, block)
+            z = _rows(z_ref, rows, i * block + jnp.arange(block), M)
+            return tuple(acc + _dot(z, plgpu.load(w.at[e, k, own])) for acc, w in zip(carry, (gate_ref, up_ref)))
 
-        zero = jnp.zeros((tiles.channels, tile), f32)
+        zero = jnp.zeros((tile, channels), f32)
         gate, up = jax.lax.fori_loop(0, L // block, step, (zero, zero))
         # products are rounded as they are where others make them
         hidden = activation(*(x.astype(bf16).astype(f32) for x in (gate, up)), tanh=_tanh, sigmoid=_sigmoid)
-        plgpu.store(hidden_ref.at[e, own, pl.ds(0, tile)], (p[None] * hidden).astype(bf16))
+        at = f * channels + jnp.arange(channels)
+        weighed = (p[:, None] * hidden).astype(bf16)
+        plgpu.store(hidden_ref.at[e, rows[:, None], at[None]], weighed, mask=(rows < M)[:, None])
 
 
-def _back(M, tile, E, F, tiles, some, hidden_ref, p_ref, down_ref, out_ref):
+def _back(M, tile, E, F, block, channels, some, hidden_ref, p_ref, down_ref, out_ref):
     l, group, rows = pl.program_id(0), pl.program_id(1), jnp.arange(tile)
-    own, steps = pl.ds(l * tiles.channels, tiles.channels), F // tiles.block
-    # the rank of each of the group's experts among those that some row takes: scalars, which no warp waits for
-    ranks, taken = [], jnp.int32(0)
-    for i in range(some):
-        e = group * some + i
-        p = plgpu.load(p_ref.at[jnp.minimum(e, E - 1), rows], mask=(rows < M) & (e < E), other=0.0)
-        active = jnp.max(p) > 0.0
-        ranks.append(jnp.where(active, taken, -1))
-        taken += jnp.where(active, jnp.int32(1), jnp.int32(0))
+    own, steps = pl.ds(l * channels, channels), F // block
+    # the group's experts that some row takes, by rank
+    slot = jnp.arange(pl.next_power_of_2(some))
+    e = group * some + slot
+    there = (slot < some) & (e < E)
+    p = plgpu.load(p_ref.at[e[:, None], rows[None]], mask=there[:, None] & (rows < M)[None], other=0.0)
+    active = jnp.max(p, axis=1) > 0.0
+    before = slot[None] < slot[:, None]
+    rank = jnp.sum(jnp.where(before, active.astype(jnp.int32)[None], 0), axis=1)
 
     def step(i, acc):
         nth, part = jax.lax.div(i, jnp.int32(steps)), jax.lax.rem(i, jnp.int32(steps))
-        at = group * some + sum(jnp.where(r == nth, jnp.int32(j), jnp.int32(0)) for j, r in enumerate(ranks))
-        k = pl.ds(part * tiles.block, tiles.block)
-        hidden = plgpu.load(hidden_ref.at[at, k, pl.ds(0, tile)])
-        return acc + _dot(plgpu.load(down_ref.at[at, k, own]), hidden, (0, 0))
+        at = group * some + jnp.sum(jnp.where(active & (rank == nth), slot, 0))
+        k = part * block + jnp.arange(block)
+        hidden = plgpu.load(hidden_ref.at[at, rows[:, None], k[None]], mask=(rows < M)[:, None], other=0.0)
+        return acc + _dot(hidden, plgpu.load(down_ref.at[at, pl.ds(part * block, block), own]))
 
-    acc = jax.lax.fori_loop(0, taken * steps, step, jnp.zeros((tiles.channels, tile), f32))
-    at = l * tiles.channels + jnp.arange(tiles.channels)
-    plgpu.store(out_ref.at[group, rows[None], at[:, None]], acc, mask=(rows < M)[None])
+    total = jnp.sum(active.astype(jnp.int32)) * steps
+    acc = jax.lax.fori_loop(0, total, step, jnp.zeros((tile, channels), f32))
+    at = l * channels + jnp.arange(channels)
+    plgpu.store(out_ref.at[group, rows[:, None], at[None]], acc, mask=(rows < M)[:, None])

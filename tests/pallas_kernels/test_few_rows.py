@@ -63,10 +63,9 @@ def test_heads_with_a_gate(how):
     assert error(run(x, w, gate), want / (1 + np.exp(-exact(gate)))) < 2**-8
 
 
-@pytest.mark.parametrize("how, ranked", [("xla", 0), ("pallas_gpu", 256), ("pallas_gpu", 0)])
-def test_routing_is_the_routers(how, ranked, monkeypatch):
+@HOW
+def test_routing_is_the_routers(how):
     """Ties go to the lower index, biases choose but do not weigh, parts of logits add up."""
-    monkeypatch.setattr(pallas_gpu, "RANKED", ranked)
     logits = normal(4, 24, dtype=jnp.float32).at[1].set(0.5)
     bias = normal(24, seed=1, dtype=jnp.float32, std=0.1).at[3].set(-jnp.inf)
     parts = jnp.concatenate([logits - 1, jnp.ones_like(logits)], axis=1)
