@@ -41,9 +41,9 @@ def tiny() -> Config:
         name="tiny-vision",
         model=model,
         data=DataConfig(seq_len=256, batch_size=4),
-        images=ImagesConfig(share=0.875, tasks="numbers:2,digits:0.5,shapes:5", patches=256, max_patches=16),
-        optim=OptimConfig(lr=5e-3),
-        train=TrainConfig(steps=2000, eval_every=500, checkpoint_every=1000, log_every=20),
+        images=ImagesConfig(share=0.875, tasks="numbers:4,digits,shapes:6", patches=112, max_patches=16),
+        optim=OptimConfig(lr=2e-3),  # 1e-2, at which a text model still learns, is too high for the tower
+        train=TrainConfig(steps=3600, eval_every=1200, checkpoint_every=1200, log_every=20),
     )
 
 

@@ -47,6 +47,9 @@ def test_a_document_is_placeholders_prompt_answer_and_end():
     assert d.loss.tolist() == [False] * (tokens + 6) + [True] * 3
     assert d.features[:tokens].tolist() == [1, 2, 3, 4, 5, 6, 7, 8] and not d.features[tokens:].any()
     assert len(d.patches) == 4 * (6 + 3 * 2) and d.place[:, 0].tolist() == [1] * 24 + [2] * 24
+    asked = encode(dataclasses.replace(example, more=(("and? ", "y"),)), TOKENIZER, config.model.vision, config.images)
+    assert asked.ids.tolist() == [*d.ids.tolist(), *b"and? y", EOS]
+    assert asked.loss.tolist() == [*d.loss.tolist()] + [False] * 5 + [True] * 2
     blind = encode(example, TOKENIZER, config.model.vision, dataclasses.replace(config.images, blind=True))
     assert not blind.patches.any() and blind.ids.tolist() == d.ids.tolist()
 
@@ -152,7 +155,7 @@ def test_shapes_are_where_the_answer_says():
     """Counted again from the pixels: the asked shape's quarter, and the number of blobs of a scene."""
     found = {"position": 0, "count": 0}
     for i in range(80):
-        e = picture_tasks.shapes(np.random.default_rng(i), False)
+        e = picture_tasks.shapes(np.random.default_rng(i), True)
         pixels = np.asarray(e.pictures[0]).astype(int)
         if e.task == "count":
             assert 1 <= int(e.answer) <= 5
@@ -165,6 +168,35 @@ def test_shapes_are_where_the_answer_says():
             half = {"top": pixels[:28], "bottom": pixels[28:]}[e.answer.split()[0]]
             assert (half.sum(-1) < 600).any()
     assert min(found.values()) > 10
+
+
+def test_a_training_scene_is_asked_about_more_than_once():
+    """All numbers at once are those of the blobs in the picture, and no answer is there twice."""
+    from scipy import ndimage
+
+    several = 0
+    for i in range(60):
+        e = picture_tasks.shapes(np.random.default_rng(i), False)
+        turns = ((e.prompt, e.answer), *e.more)
+        assert len(turns) <= picture_tasks.TURNS and len(dict(turns)) == len(turns)
+        assert not picture_tasks.shapes(np.random.default_rng(i), True).more
+        several += len(turns) > 1
+        if (counts := dict(turns).get("counts? ")) is not None:
+            pixels = np.asarray(e.pictures[0]).astype(int)
+            blobs = ndimage.label((pixels != pixels[0, 0]).any(-1), np.ones((3, 3)))[1]
+            assert sum(map(int, counts.split())) == blobs
+            assert not {"circles? ", "squares? ", "triangles? "} & set(dict(turns))
+    assert several > 30
+
+
+def test_bent_words_stay_in_the_picture():
+    """A random map keeps nearly all of the ink, and pictures are as large as they were."""
+    font = Fonts().draw(np.random.default_rng(0), False, 18, 18)
+    for i in range(20):
+        plain, bent = (picture_tasks._written(np.random.default_rng(i), ["letters"], font, b) for b in (False, True))
+        assert plain.size == bent.size and plain.tobytes() != bent.tobytes()
+        ink = [np.abs(np.asarray(p).astype(int) - np.asarray(plain)[0, 0]).sum() for p in (plain, bent)]
+        assert 0.6 < ink[1] / ink[0] < 1.1
 
 
 def test_weights_and_unknown_tasks():

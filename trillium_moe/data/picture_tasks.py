@@ -36,6 +36,8 @@ _FONT_NAMES = re.compile(r"DejaVu(Sans|SansMono|Serif)(-(Bold|Oblique|Italic|Bol
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (235, 200, 40),
            "purple": (150, 60, 180), "black": (20, 20, 20)}
 SHAPES = ("circle", "square", "triangle")
+TURNS = 3  # questions about a training scene of shapes
+ALL_COUNTS = 0.7  # share of those scenes whose shapes are counted all at once
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Example:
     """Pictures, then a text: the prompt carries no loss, the answer does.
 
     pictures: each a picture, or a list of up to model.vision.frames frames that share one picture's tokens.
+    more: further prompts with their answers about the same pictures; of training alone, an evaluation asks once.
     """
 
     pictures: tuple[Image.Image | list[Image.Image], ...]
     prompt: str
     answer: str
     task: str
+    more: tuple[tuple[str, str], ...] = ()
 
 
 Task = Callable[[np.random.Generator, bool], Example]
@@ -110,8 +114,9 @@ def _ink(rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return pair if rng.random() < 0.7 else pair[::-1]
 
 
-def _written(rng: np.random.Generator, lines: list[str], font: ImageFont.FreeTypeFont) -> Image.Image:
-    """Text on a picture that is a few pixels larger than it, at a random place."""
+def _written(rng: np.random.Generator, lines: list[str], font: ImageFont.FreeTypeFont, bent: bool) -> Image.Image:
+    """Text on a picture that is a few pixels larger than it, at a random place; perhaps a little turned, slanted and
+    shrunk, which stands for fonts that were never seen."""
     paper, ink = _ink(rng)
     boxes = [font.getbbox(line) for line in lines]
     step = 28 * -(-max(box[3] - box[1] + 4 for box in boxes) // 28)  # pixels from line to line
@@ -122,7 +127,18 @@ def _written(rng: np.random.Generator, lines: list[str], font: ImageFont.FreeTyp
         free = width - (box[2] - box[0]), step - (box[3] - box[1])
         x, y = (int(rng.integers(1, max(2, n))) for n in free)
         draw.text((x - box[0], i * step + y - box[1]), line, fill=ink, font=font)
-    return image
+    return _bent(rng, image, paper) if bent else image
+
+
+def _bent(rng: np.random.Generator, image: Image.Image, paper: tuple[int, ...]) -> Image.Image:
+    """The picture under a random linear map about its centre."""
+    slant, (x, y) = rng.uniform(-0.25, 0.25), np.exp(rng.uniform(-0.03, 0.15, 2))
+    turn = rng.uniform(-0.1, 0.1) * min(1, 56 / image.width)  # a long line would leave the picture
+    cos, sin, centre = np.cos(turn), np.sin(turn), np.array(image.size) / 2
+    back = np.array([[cos, -sin], [sin, cos]]) @ np.array([[x, slant * x], [0, y]])  # from the new picture to the old
+    shift = centre - back @ centre
+    return image.transform(image.size, Image.Transform.AFFINE, (*back[0], shift[0], *back[1], shift[1]),
+                           Image.Resampling.BILINEAR, fillcolor=paper)
 
 
 def make_words(fonts: Fonts, lines: int) -> Task:
@@ -130,7 +146,8 @@ def make_words(fonts: Fonts, lines: int) -> Task:
         font = fonts.draw(rng, held, 14, 20)
         texts = [_word(rng, held) for _ in range(1 if lines == 1 else rng.integers(2, lines + 1))]
         name = "words" if lines == 1 else "lines"
-        return Example((_written(rng, texts, font),), "read: ", " ".join(texts), name)
+        bent = not held and rng.random() < 0.5
+        return Example((_written(rng, texts, font, bent),), "read: ", " ".join(texts), name)
 
     return task
 
@@ -138,7 +155,7 @@ def make_words(fonts: Fonts, lines: int) -> Task:
 def make_numbers(fonts: Fonts) -> Task:
     def task(rng, held):
         digit = str(rng.integers(10))
-        return Example((_written(rng, [digit], fonts.draw(rng, held, 16, 26)),), "digit? ", digit, "numbers")
+        return Example((_written(rng, [digit], fonts.draw(rng, held, 16, 26), False),), "digit? ", digit, "numbers")
 
     return task
 
@@ -148,20 +165,21 @@ def make_numbers(fonts: Fonts) -> Task:
 
 def _scene(rng: np.random.Generator, kinds: list[tuple[str, str]], side: int = 56) -> tuple[Image.Image, np.ndarray]:
     """Shapes (kind, colour) that do not touch, and their centres in pixels."""
+    placed: list[tuple[int, int, int]] = []
+    while len(placed) < len(kinds):
+        r = int(rng.integers(5, 9))
+        for _ in range(30):
+            x, y = rng.integers(r + 1, side - r - 1, 2).tolist()
+            if all(max(abs(x - a), abs(y - b)) > r + s + 1 for a, b, s in placed):
+                placed.append((x, y, r))
+                break
+        else:
+            placed = []  # no room left: anew
     image = Image.new("RGB", (side, side), tuple(int(c) for c in rng.integers(225, 256, 3)))
     draw = ImageDraw.Draw(image)
-    centres: list[tuple[int, int]] = []
-    radii = []
-    for kind, colour in kinds:
-        for _ in range(100):
-            r = int(rng.integers(5, 9))
-            x, y = rng.integers(r + 1, side - r - 1, 2).tolist()
-            if all((x - a) ** 2 + (y - b) ** 2 > (1.25 * (r + s) + 1) ** 2 for (a, b), s in zip(centres, radii)):
-                break
-        centres.append((x, y))
-        radii.append(r)
+    for (kind, colour), (x, y, r) in zip(kinds, placed):
         _shape(draw, kind, COLOURS[colour], x, y, r)
-    return image, np.array(centres)
+    return image, np.array([place[:2] for place in placed])
 
 
 def _shape(draw: ImageDraw.ImageDraw, kind: str, colour: tuple, x: int, y: int, r: int) -> None:
@@ -175,27 +193,52 @@ def _shape(draw: ImageDraw.ImageDraw, kind: str, colour: tuple, x: int, y: int, 
 
 
 def shapes(rng: np.random.Generator, held: bool) -> Example:
-    """Counts are 1 to 5, places one of four quarters, colours one of six: all equally often."""
+    """Counts are 1 to 5, places one of four quarters, colours one of six: all equally often.
+
+    A scene of the training split is asked about up to TURNS times, often for the numbers of all three kinds at once: it
+    takes tens of thousands of pictures to tell the kinds apart, and the more is said of each, the fewer.
+    """
     pick = lambda options: options[rng.integers(len(options))]
-    asked, others = pick(SHAPES), list(SHAPES)
-    colour = pick(list(COLOURS))
-    question = rng.integers(4)
+    asked, others, question = pick(SHAPES), list(SHAPES), ("count", "count", "position", "colour")[rng.integers(4)]
     others.remove(asked)
-    if question < 2:
-        n = int(rng.integers(1, 6))
-        kinds = [(asked, pick(list(COLOURS))) for _ in range(n)]
-        kinds += [(pick(others), pick(list(COLOURS))) for _ in range(rng.integers(0, 6 - n))]
-        image, _ = _scene(rng, [kinds[i] for i in rng.permutation(len(kinds))])
-        return Example((image,), f"{asked}s? ", str(n), "count")
-    rest = [(pick(others), pick(list(COLOURS))) for _ in range(rng.integers(1, 4))]
-    image, centres = _scene(rng, [(asked, colour), *rest])
-    if question == 2:
-        x, y = centres[0] - 28
-        if abs(x) < 3 or abs(y) < 3:  # neither left nor right, or neither top nor bottom
-            return shapes(rng, held)
-        return Example((image,), f"where {asked}? ", f"{'top' if y < 0 else 'bottom'} "
-                       f"{'left' if x < 0 else 'right'}", "position")
-    return Example((image,), f"colour {asked}? ", colour, "colour")
+    n = int(rng.integers(1, 6)) if question == "count" else 1
+    n_others = rng.integers(0, 6 - n) if question == "count" else rng.integers(1, 4)
+    kinds = [(asked, pick(list(COLOURS))) for _ in range(n)]
+    kinds += [(pick(others), pick(list(COLOURS))) for _ in range(n_others)]
+    kinds = [kinds[i] for i in rng.permutation(len(kinds))]
+    image, centres = _scene(rng, kinds)
+    questions = _questions(kinds, centres)
+    if (question, asked) not in questions:  # neither left nor right, or neither top nor bottom
+        return shapes(rng, held)
+    prompt, answer = questions.pop((question, asked))
+    if held:
+        return Example((image,), prompt, answer, question)
+    if rng.random() < ALL_COUNTS:
+        numbers = "counts? ", " ".join(str(sum(kind == shape for kind, _ in kinds)) for shape in SHAPES)
+        questions = {key: value for key, value in questions.items() if key[0] != "count"}
+        if question == "count":
+            prompt, answer = numbers
+        else:
+            questions["counts", ""] = numbers
+    rest = list(questions.values())
+    more = tuple(rest[i] for i in rng.permutation(len(rest))[: TURNS - 1])
+    return Example((image,), prompt, answer, question, more)
+
+
+def _questions(kinds: list[tuple[str, str]], centres: np.ndarray) -> dict[tuple[str, str], tuple[str, str]]:
+    """All that can be asked about a scene: (question, shape) -> (prompt, answer). Place and colour of a shape that is
+    there once; no place for one near the middle."""
+    out = {}
+    for shape in SHAPES:
+        at = [i for i, (kind, _) in enumerate(kinds) if kind == shape]
+        out["count", shape] = f"{shape}s? ", str(len(at))
+        if len(at) == 1:
+            out["colour", shape] = f"colour {shape}? ", kinds[at[0]][1]
+            x, y = centres[at[0]] - 28
+            if min(abs(x), abs(y)) >= 3:
+                place = f"{'top' if y < 0 else 'bottom'} {'left' if x < 0 else 'right'}"
+                out["position", shape] = f"where {shape}? ", place
+    return out
 
 
 def make_charts(fonts: Fonts) -> Task:

@@ -1,9 +1,10 @@
 """Rows with pictures in the stream: placeholders expanded, patches packed beside the tokens they stand for.
 
 A document is the pictures' placeholders, `<|image|>` once for every feature, then the prompt, the answer and the end of
-the document. Only the answer and the end carry loss. Picture and text are one segment, so the linear attention carries
-its state from one to the other. A row of the picture stream draws documents from (seed, row) until the next one would
-not fit its tokens or its patches; it has, beside the arrays of `packing`,
+the document, perhaps with more prompts, answers and ends after them. Only answers and ends carry loss. Picture and text
+are one segment, so the linear attention carries its state from one to the other. A row of the picture stream draws
+documents from (seed, row) until the next one would not fit its tokens or its patches; it has, beside the arrays of
+`packing`,
 
     patches   uint8 [P, 3 patch^2]   every picture's patches, `model.vision.Images`
     place     int32 [P, 7]           where they stand
@@ -61,13 +62,14 @@ def encode(example: Example, tokenizer: Tokenizer, vision: VisionConfig, images:
     patches, place, found = encode_clips(clips, vision.patch)
     if images.blind:
         patches = np.zeros_like(patches)
-    prompt, answer = tokenizer.encode(example.prompt), tokenizer.encode(example.answer)
-    image_id = tokenizer.specials["<|image|>"]
-    ids = np.concatenate([np.full(len(found), image_id), prompt, answer, [tokenizer.eos_id]]).astype(np.int32)
-    silent = len(found) + len(prompt)
+    parts = [(np.full(len(found), tokenizer.specials["<|image|>"]), False)]
+    for prompt, answer in ((example.prompt, example.answer), *example.more):
+        parts += [(tokenizer.encode(prompt), False), (np.append(tokenizer.encode(answer), tokenizer.eos_id), True)]
+    ids = np.concatenate([part for part, _ in parts]).astype(np.int32)
+    loss = np.repeat([is_target for _, is_target in parts], [len(part) for part, _ in parts])
     features = np.zeros(len(ids), np.int32)
     features[: len(found)] = found + 1
-    return Encoded(ids, np.arange(len(ids)) >= silent, patches, place, features, example.task)
+    return Encoded(ids, loss, patches, place, features, example.task)
 
 
 class Room(NamedTuple):
