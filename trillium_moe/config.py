@@ -282,6 +282,7 @@ class MixtureConfig:
     replay_window: int = 0  # tokens; 0: data.seq_len
     tasks: tuple[str, ...] = ("needle",)  # drawn from evenly: `trillium_moe.data.synthetic`
     split: float = 0.5  # share of the task rows that hold several shorter examples
+    short_until: float = 0.0  # share of the run before which task rows hold the shortest examples only
     answer_weight: float = 1.0  # loss weight of an answer token; of the other tokens of a task it is 0
 
     def __post_init__(self):
@@ -293,7 +294,8 @@ class MixtureConfig:
               f"must be () or the shares of {', '.join(KINDS)}")
         check(self.ramp <= 1, "data.mixture.ramp", self.ramp, "must lie in [0, 1]")
         check(0 <= self.split <= 1, "data.mixture.split", self.split, "must lie in [0, 1]")
-        check(self.synthetic_from <= 1, "data.mixture.synthetic_from", self.synthetic_from, "must lie in [0, 1]")
+        for name in ("synthetic_from", "short_until"):
+            check(0 <= getattr(self, name) <= 1, f"data.mixture.{name}", getattr(self, name), "must lie in [0, 1]")
         check(len(self.tasks) > 0, "data.mixture.tasks", self.tasks, "must name at least one task")
         check_positive("data.mixture", self, "answer_weight")
 

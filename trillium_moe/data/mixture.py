@@ -110,17 +110,21 @@ class MixtureRows:
             raise IndexError(f"row {index} of {len(self)}")
         kind, i = self.kind(index)
         if kind == "synthetic":
-            return self._synthetic(i)
+            return self._synthetic(i, index < self.config.short_until * self.n_rows)
         if kind != "replay":
             return self._streams[kind][i]
         n = self.seq_len // self._streams["replay"].seq_len
         return side_by_side([self._streams["replay"][i * n + j] for j in range(n)])
 
-    def _synthetic(self, i: int) -> Row:
-        """A row: one example, or (config.split) 2^j of them, all sizes down to SMALLEST being as likely."""
+    def _synthetic(self, i: int, short: bool) -> Row:
+        """A row: one example, or (config.split) 2^j of them, all sizes down to SMALLEST being as likely.
+
+        A short row has as many as fit: recall is learned from short examples first.
+        """
         draw = Draw(self.seed, self.seq_len, i)
         sizes = max(1, self.seq_len // SMALLEST).bit_length()
         parts = 1 << draw.below(sizes) if draw.uniform() < self.config.split else 1
+        parts = 1 << sizes - 1 if short else parts
         rows = []
         for j in range(parts):
             name = self.config.tasks[draw.below(len(self.config.tasks))]
