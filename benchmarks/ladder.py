@@ -7,6 +7,10 @@ The stages, data, steps and questions of experiments.curriculum, without its che
 real windows a step takes minutes to compile and seconds to run; one after the other, four of them are mostly waiting.
 Stages hand over the whole state (parameters, optimizer, router bias) in files. While one process steps or asks, the
 others that are ready wait, so speed and memory are a stage's own. Results: ladder.json and table.md in --workdir.
+A second device can ask after the other stages, in a directory of its own with links to the stages' files:
+
+  python -m benchmarks.ladder ... --asked=1m --workdir=A             # the ladder, and questions after its last stage
+  python -m benchmarks.ladder ... --asked=8k,64k,256k --part=questions --workdir=B     # B/64k.json -> A/64k.json, ..
 """
 
 import json
@@ -18,7 +22,7 @@ from pathlib import Path
 
 from absl.flags import DEFINE_integer, DEFINE_list, DEFINE_string
 
-from experiments.common import command, config_of, define_config, define_workdir, workdir_of
+from experiments.common import UsageError, command, config_of, define_config, define_workdir, workdir_of
 
 
 def define(flags):
@@ -39,6 +43,8 @@ def define(flags):
     DEFINE_integer("eval_tokens", 1 << 19, "tokens read per task and length at most; at a stage's own window four "
                    "times as many", lower_bound=1, **own)
     DEFINE_integer("eval_chunk", 16384, "tokens of a sequence read at once", lower_bound=2, **own)
+    DEFINE_list("asked", [], "stages after which to ask; the others are followed at once by the next; by default all",
+                **own)
     DEFINE_string("part", "", "what a process of the benchmark itself does: a stage, or questions", **own)
 
 
@@ -46,10 +52,14 @@ def run(flags):
     workdir = Path(workdir_of(flags, exists=False))
     workdir.mkdir(parents=True, exist_ok=True)
     ladder = _ladder(flags)
+    asked = [name for name in ladder if name in flags.asked or not flags.asked]
     if flags.part == "questions":
-        return _ask(flags, ladder, workdir)
+        return _ask(flags, ladder, asked, workdir)
     if flags.part:
-        return _climb(flags, ladder, workdir)
+        return _climb(flags, ladder, asked, workdir)
+    unknown = [name for name in flags.asked if name not in ladder]
+    if unknown:
+        raise UsageError(f"flag --asked={unknown[0]}: must be among the stages {','.join(ladder)}")
     for name in ladder:
         for old in workdir.glob(f"{name}.*"):
             old.unlink()
@@ -105,7 +115,7 @@ def _read(path, like):
         return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(file[key]) for key in file.files])
 
 
-def _climb(flags, ladder, workdir):
+def _climb(flags, ladder, asked, workdir):
     """The steps of one stage."""
     import jax
 
@@ -128,7 +138,7 @@ def _climb(flags, ladder, workdir):
     tokens = config.data.batch_size * config.data.seq_len
     _say(name, f"{config.data.batch_size} x {config.data.seq_len:,} tokens a step, compiled in {compiled:.0f} s")
     if at:
-        _wait(workdir / f"{names[at - 1]}.asked")
+        _wait(workdir / f"{names[at - 1]}.{'asked' if names[at - 1] in asked else 'state.npz'}")
         state = _read(workdir / f"{names[at - 1]}.state.npz", abstract_state(config))
     losses, seconds = [], []
     while len(losses) < config.train.steps - config.train.first_step and sum(seconds) < limit:
@@ -152,7 +162,7 @@ def _climb(flags, ladder, workdir):
     return result
 
 
-def _ask(flags, ladder, workdir):
+def _ask(flags, ladder, asked, workdir):
     """The questions after every stage."""
     import jax
     import numpy as np
@@ -178,7 +188,8 @@ def _ask(flags, ladder, workdir):
     heldout(eval_step, params, bias, iter(held), tokenizer.token_bytes, 1)
     _say("questions", f"compiled in {time.time() - began:.0f} s")
     results = {}
-    for name, config in ladder.items():
+    for name in asked:
+        config = ladder[name]
         _wait(workdir / f"{name}.state.npz")
         state = _read(workdir / f"{name}.state.npz", abstract_state(config))
         last = name == next(reversed(ladder))

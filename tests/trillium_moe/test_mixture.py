@@ -90,6 +90,9 @@ def test_rows_of_one_task_alone():
     assert all(r[i]["segment_ids"].max() == 1 and (r[i]["weights"] > 0).sum() == 256 for i in range(4))
     several = rows(MixtureConfig(text=0.0, synthetic=1.0, tasks=("palindrome",), split=1.0))
     assert {int(several[i]["segment_ids"].max()) for i in range(20)} == {1, 2, 4}
+    grown = MixtureConfig(text=0.0, synthetic=1.0, tasks=("palindrome",), split=1.0, short_until=0.5)
+    counts = [int(rows(grown, n=40)[i]["segment_ids"].max()) for i in range(40)]
+    assert set(counts[:20]) == {4} and set(counts[20:]) == {1, 2, 4}
 
 
 def test_packages():
@@ -107,6 +110,8 @@ def test_what_cannot_be_mixed():
         rows(seq_len=500)
     with pytest.raises(ConfigError, match="data.mixture.before"):
         MixtureConfig(before=(1.0,))
+    with pytest.raises(ConfigError, match=r"data.mixture.short_until=1.5: must lie in"):
+        MixtureConfig(short_until=1.5)
     config = Config(data=DataConfig(mixture=ALL, packing="first_fit"))
     with pytest.raises(ConfigError, match="data.packing='concat'"):
         make_pipeline(config, "train", documents=DOCUMENTS)
