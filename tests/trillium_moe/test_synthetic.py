@@ -185,6 +185,14 @@ def test_training_shows_one_needle_and_many_at_every_length():
         assert min(counts.values()) > 0.3 * 60 / len(counts)
 
 
+@pytest.mark.parametrize("name", ["needle", "variable"])
+def test_a_million_tokens_do_not_run_out_of_keys(name):
+    example = make(name, Kit(BYTES, DOCUMENTS, dense=True), 1 << 20, 0, 8)
+    text = BYTES.decode(example.tokens)
+    keys = re.findall(r"\n@([a-z]{3})=", text)
+    assert len(example.answers) > 1000 and len(keys) == len(set(keys)) <= 26**3
+
+
 def test_depths():
     kit, _ = kits(False)
     for depth in (0.0, 0.25, 1.0):

@@ -14,6 +14,7 @@ from trillium_moe.config import ConfigError
 from trillium_moe.data.examples import Draw, Example, Kit, Question
 
 KEY, DIGITS = 3, 3  # letters of a key, digits of a value
+NAMES = 26**KEY // 2  # keys of a window at most: half of what there is
 STACKS = 64
 GUESS = 10.0**-DIGITS  # a value out of the blue
 
@@ -35,11 +36,11 @@ def _pairs(draw: Draw, k: int) -> list[tuple[str, str]]:
 
 
 def _room(kit: Kit, n: int) -> int:
-    """Pairs of a record and a question that fill the window."""
+    """Pairs of a record and a question that fill the window, as far as there are keys."""
     each = kit.cost(record("abc", "123"), ask("abc"), "123") + 2  # a digit group may be two tokens
     if n < each:
         raise ConfigError(f"config length={n}: a needle and its question take {each} tokens; raise it")
-    return n // each
+    return min(n // each, NAMES)
 
 
 def _some(draw: Draw, kit: Kit, n: int) -> int:
@@ -103,7 +104,7 @@ def needles(draw: Draw, n: int, kit: Kit) -> Example:
 def variable(draw: Draw, n: int, kit: Kit) -> Example:
     """Chains of four assignments; the question is about a chain's last variable."""
     hops = 4
-    chains = max(1, n // (hops * 32)) if kit.dense else 1 + min(3, n // 512)
+    chains = max(1, min(n // 32, NAMES) // hops) if kit.dense else 1 + min(3, n // 512)
     flat = draw.words(chains * hops, KEY)
     names = [flat[c * hops : (c + 1) * hops] for c in range(chains)]
     values = [number(draw) for _ in range(chains)]
