@@ -39,6 +39,7 @@ def define(flags):
     DEFINE_integer("longest", 0, "longest evaluation, in tokens; 0: twice the last window", lower_bound=0, **own)
     DEFINE_integer("eval_rows", 4, "sequences read side by side", lower_bound=1, **own)
     DEFINE_integer("eval_chunk", 256, "tokens of each read at once", lower_bound=2, **own)
+    DEFINE_integer("eval_threads", 1, "such groups read at the same time: 2 use two cores", lower_bound=1, **own)
     DEFINE_integer("generate", 4, "examples per task and length that are also answered freely", lower_bound=0, **own)
     DEFINE_float("needle", 0.99, "needle accuracy that the gate asks for", **own)
 
@@ -74,7 +75,7 @@ def run(flags):
         asked = lengths(config.data.seq_len, windows, longest, flags.reach)
         return LongConfig(tasks=tasks, lengths=asked, answers=flags.answers, tokens=flags.eval_tokens,
                           focus=config.data.seq_len, capacity=max(longest, windows[-1]), generate=flags.generate,
-                          rows=flags.eval_rows, chunk=flags.eval_chunk)
+                          rows=flags.eval_rows, chunk=flags.eval_chunk, threads=flags.eval_threads)
 
     for config in ladder.values():
         suite(config)  # before anything is trained

@@ -33,6 +33,7 @@ def define(flags):
     DEFINE_integer("generate", 8, "long: examples that are also answered freely", lower_bound=0, **own)
     DEFINE_integer("rows", 4, "long: sequences read side by side", lower_bound=1, **own)
     DEFINE_integer("chunk", 256, "long: tokens of each read at once", lower_bound=2, **own)
+    DEFINE_integer("threads", 1, "long: such groups read at the same time: 2 use two cores", lower_bound=1, **own)
 
 
 def run(flags):
@@ -82,7 +83,7 @@ def run_long(flags, workdir):
     lengths = tuple(sorted(lengths or (window // 4, window // 2, window, 2 * window)))
     tasks = tuple(TASKS) if flags.tasks == ["all"] else tuple(flags.tasks)
     suite = LongConfig(tasks=tasks, lengths=lengths, answers=flags.answers, tokens=flags.tokens, depths=flags.depths,
-                       generate=flags.generate, rows=flags.rows, chunk=flags.chunk)
+                       generate=flags.generate, rows=flags.rows, chunk=flags.chunk, threads=flags.threads)
     documents = make_pipeline(model.config, "heldout", workdir, tokenizer=model.tokenizer, threads=0).rows.documents
     out = evaluate(model.config.model, model.params, model.router_bias, model.tokenizer, documents, suite,
                    lambda line: print(line, file=sys.stderr))

@@ -14,7 +14,7 @@ from trillium_moe.data.packing import Documents
 from trillium_moe.data.tokenizer import ByteTokenizer
 from trillium_moe.evals import long
 from trillium_moe.evals.long import LongConfig, binomial
-from trillium_moe.evals.reader import Read, Reader
+from trillium_moe.evals.reader import Read, Reader, read_all
 
 SMALL = ModelConfig(
     d_model=32, n_layers=2, kda_per_mla=1, ffn_dim=48, scan_layers=False, residual="none",
@@ -50,6 +50,9 @@ def test_chunks_read_as_the_whole_model_does(variables, reader):
         assert np.array_equal(read.predicted, logits[i, :n].argmax(-1))
         assert read.nll[-1] == 0 and len(read.nll) == n
         np.testing.assert_allclose(read.nll[:-1], -logp[i, np.arange(n - 1), sequence[1:]], atol=2e-4)
+    both = read_all([reader, reader.twin()], [*sequences, sequences[1]])
+    for got, read in zip(both, reader.read([*sequences, sequences[1]])):
+        assert np.array_equal(got.predicted, read.predicted) and np.allclose(got.nll, read.nll, atol=1e-5)
     # going on by its own likeliest tokens is reading what it wrote
     written = reader.continued([tokens[0][:40], tokens[1][:33]], 5)
     for i, n in ((0, 40), (1, 33)):

@@ -21,7 +21,7 @@ from trillium_moe.data.examples import Example, Kit
 from trillium_moe.data.packing import Documents
 from trillium_moe.data.synthetic import TASKS, WITH_DEPTH, make
 from trillium_moe.data.tokenizer import Tokenizer
-from trillium_moe.evals.reader import Read, Reader
+from trillium_moe.evals.reader import Read, Reader, read_all
 from trillium_moe.shapes import PyTree
 
 HELD = 1 << 40  # first part of the keys of evaluation examples: training never uses it
@@ -42,13 +42,14 @@ class LongConfig:
     text: bool = True  # loss by position and gain from context, on held-out text
     rows: int = 4  # sequences side by side
     chunk: int = 256  # tokens of each that go through the model at once
+    threads: int = 1  # that read at the same time, each `rows` sequences: for cores that one program leaves idle
     seed: int = 0
 
     def __post_init__(self):
         for name in self.tasks:
             check_choice("tasks", name, tuple(TASKS))
         check(len(self.lengths) > 0 and min(self.lengths) > 1, "lengths", self.lengths, "must be numbers of tokens")
-        for name in ("answers", "tokens", "depths", "rows"):
+        for name in ("answers", "tokens", "depths", "rows", "threads"):
             check(getattr(self, name) > 0, name, getattr(self, name), "must be greater than 0")
 
 
@@ -158,6 +159,7 @@ def evaluate(
       progress: is told of every cell.
     """
     reader = Reader(model, params, router_bias, config.capacity or max(config.lengths), config.rows, config.chunk)
+    readers = [reader, *(reader.twin() for _ in range(config.threads - 1))]
     kit = Kit(tokenizer, documents, model.vocab_size)
     cells, texts = [], []
     for length in config.lengths:
@@ -165,7 +167,7 @@ def evaluate(
             if length < smallest(task, kit):
                 continue
             given = examples(task, kit, config, length)
-            cell = score(task, length, given, reader.read([e.tokens for e in given]), config.depths)
+            cell = score(task, length, given, read_all(readers, [e.tokens for e in given]), config.depths)
             if config.generate:
                 some = given[: config.generate]
                 cell = dataclasses.replace(cell, generated=len(some), generated_right=generated(reader, some))

@@ -6,8 +6,10 @@ that. One program reads all lengths.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -43,6 +45,12 @@ class Reader:
         for at in range(0, len(sequences), self.rows):
             out += self._read(sequences[at : at + self.rows])
         return out
+
+    def twin(self) -> Reader:
+        """A reader with the same weights and a cache of its own, for another thread."""
+        other = copy.copy(self)
+        other.cache = make_cache(self.model, self.rows, self.cache.capacity)
+        return other
 
     def _read(self, sequences):
         longest = max(map(len, sequences))
@@ -86,6 +94,15 @@ class Reader:
                 tokens[:, i] = np.asarray(predicted)[:, 0]
             out += list(tokens[: len(part)])
         return out
+
+
+def read_all(readers: Sequence[Reader], sequences: Sequence[Int[np.ndarray, "..."]]) -> list[Read]:
+    """What the readers make of the sequences, each in a thread: programs for a CPU use little more than one core."""
+    n, out = len(readers), [None] * len(sequences)
+    with ThreadPoolExecutor(n) as pool:
+        for i, part in enumerate(pool.map(lambda i: readers[i].read(sequences[i::n]), range(n))):
+            out[i::n] = part
+    return out
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
