@@ -40,8 +40,8 @@ def define(flags):
     DEFINE_integer("reach", 4, "evaluate at up to this many times a stage's window; after the last stage everywhere",
                    lower_bound=1, **own)
     DEFINE_integer("answers", 32, "answers per task and length, if --eval_tokens allows", lower_bound=1, **own)
-    DEFINE_integer("eval_tokens", 1 << 19, "tokens read per task and length at most; at a stage's own window four "
-                   "times as many", lower_bound=1, **own)
+    DEFINE_integer("eval_tokens", 1 << 19, "tokens read per task and length at most", lower_bound=1, **own)
+    DEFINE_integer("eval_focus", 4, "times as many at a stage's own window", lower_bound=1, **own)
     DEFINE_integer("eval_chunk", 16384, "tokens of a sequence read at once", lower_bound=2, **own)
     DEFINE_list("asked", [], "stages after which to ask; the others are followed at once by the next; by default all",
                 **own)
@@ -195,7 +195,8 @@ def _ask(flags, ladder, asked, workdir):
         last = name == next(reversed(ladder))
         own = tuple(n for n in lengths if last or n <= flags.reach * config.data.seq_len)
         suite = LongConfig(tasks=tuple(flags.tasks), lengths=own, answers=flags.answers, tokens=flags.eval_tokens,
-                           focus=config.data.seq_len, capacity=lengths[-1], generate=0, text=False, rows=1, chunk=chunk)
+                           focus=config.data.seq_len, focus_tokens=flags.eval_focus, capacity=lengths[-1],
+                           generate=0, text=False, rows=1, chunk=chunk)
         began = time.time()
         long = evaluate(first.model, state.params, state.router_bias, tokenizer, held.rows.documents, suite,
                         lambda line, name=name: _say(f"after {name}", line))

@@ -32,8 +32,8 @@ def define(flags):
     DEFINE_list("tasks", [], "tasks to evaluate (trillium_moe/data/synthetic.py); by default as in configs/stages.py",
                 **own)
     DEFINE_integer("answers", 100, "answers per task and length, if --eval_tokens allows", lower_bound=1, **own)
-    DEFINE_integer("eval_tokens", 1 << 17, "tokens read per task and length at most; at a stage's own window four "
-                   "times as many", lower_bound=1, **own)
+    DEFINE_integer("eval_tokens", 1 << 17, "tokens read per task and length at most", lower_bound=1, **own)
+    DEFINE_integer("eval_focus", 4, "times as many at a stage's own window", lower_bound=1, **own)
     DEFINE_integer("reach", 0, "evaluate at up to this many times a stage's window, everywhere after the last; 0: "
                    "everywhere", lower_bound=0, **own)
     DEFINE_integer("longest", 0, "longest evaluation, in tokens; 0: twice the last window", lower_bound=0, **own)
@@ -74,8 +74,9 @@ def run(flags):
         tasks = tuple(flags.tasks) or stages.EVALUATIONS
         asked = lengths(config.data.seq_len, windows, longest, flags.reach)
         return LongConfig(tasks=tasks, lengths=asked, answers=flags.answers, tokens=flags.eval_tokens,
-                          focus=config.data.seq_len, capacity=max(longest, windows[-1]), generate=flags.generate,
-                          rows=flags.eval_rows, chunk=flags.eval_chunk, threads=flags.eval_threads)
+                          focus=config.data.seq_len, focus_tokens=flags.eval_focus, rows=flags.eval_rows,
+                          capacity=max(longest, windows[-1]), generate=flags.generate, chunk=flags.eval_chunk,
+                          threads=flags.eval_threads)
 
     for config in ladder.values():
         suite(config)  # before anything is trained

@@ -35,7 +35,8 @@ class LongConfig:
     lengths: tuple[int, ...] = (512, 1024)  # tokens of an example
     answers: int = 200  # per task and length, if `tokens` allows
     tokens: int = 1 << 20  # read per task and length, at most (one example at least)
-    focus: int = 0  # a length at which it is four times as many: the window in question
+    focus: int = 0  # a length at which it is `focus_tokens` times as many: the window in question
+    focus_tokens: int = 4
     capacity: int = 0  # tokens that the caches hold; 0: the longest length. The same for all models: one program
     depths: int = 5  # at which needles are hidden, evenly from 0 to 1
     generate: int = 8  # examples per task and length that are also answered freely; 0: none
@@ -49,7 +50,7 @@ class LongConfig:
         for name in self.tasks:
             check_choice("tasks", name, tuple(TASKS))
         check(len(self.lengths) > 0 and min(self.lengths) > 1, "lengths", self.lengths, "must be numbers of tokens")
-        for name in ("answers", "tokens", "depths", "rows", "threads"):
+        for name in ("answers", "tokens", "depths", "rows", "threads", "focus_tokens"):
             check(getattr(self, name) > 0, name, getattr(self, name), "must be greater than 0")
 
 
@@ -88,7 +89,7 @@ def examples(task: str, kit: Kit, config: LongConfig, length: int) -> list[Examp
     """The examples of a cell, the same for every model. Raises ConfigError if the task does not fit the length."""
     out: list[Example] = []
     asked = tokens = 0
-    budget = config.tokens * (4 if length == config.focus else 1)
+    budget = config.tokens * (config.focus_tokens if length == config.focus else 1)
     while asked < config.answers and (not out or tokens + length <= budget):
         i = len(out)
         depth = i % config.depths / max(1, config.depths - 1) if task in WITH_DEPTH else None
