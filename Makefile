@@ -11,9 +11,11 @@ ARGS ?=
 DATA ?= runs/data
 LADDER ?= runs/ladder
 # Recall from the first step; weights of 1 / sqrt(128), the width. Times: docs/curriculum.md.
-CURRICULUM = --mix=recall --steps=400,140,24,4 --floor=1 --tasks=needle,multi_query --config.data.batch_size=16 \
+CURRICULUM = --mix=recall --steps=340,120,8,2 --floor=1 --tasks=needle,multi_query --config.data.batch_size=16 \
   --config.model.init_std=0.08 --config.optim.schedule=wsd --config.optim.warmup=0.06 --config.optim.decay=0.2 \
-  --eval_tokens=49152 --eval_rows=1 --eval_chunk=512 --reach=8 --longest=16384 --generate=0
+  --config.train.eval_every=0 --config.train.eval_batches=2 --config.train.sample_tokens=0 --answers=32 \
+  --eval_tokens=16384 --eval_focus=32 --eval_rows=4 --eval_chunk=256 --eval_threads=2 --reach=4 --longest=16384 \
+  --generate=0
 PYTEST_ARGS ?=
 # Test processes: one a core, at most 8 (each holds its own JAX).
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -le 8 ] || n=8; echo $$n)
