@@ -74,6 +74,7 @@ class ObjectiveConfig:
     old: str = "sampler"  # ratios are taken against the sampler's log-probabilities, or the trainer's before the update
     tis: float = 0.0  # importance weights min(trainer / sampler, tis) on tokens, with old=trainer; 0: none
     kl: float = 0.0  # weight of the divergence from the policy that RL began with
+    kl_anneal: int = 0  # updates over which that weight falls to zero, linearly; 0: it stays
     credit: str = "outcome"  # outcome: one return a trajectory; turn: the discounted return from every turn on
     baseline: str = "mean"  # of the group, leave_one_out, or turn: the group's mean at the same turn (credit=turn)
     std: bool = False  # divide advantages by the group's standard deviation
@@ -89,7 +90,7 @@ class ObjectiveConfig:
               "needs objective.credit='turn'")
         check(self.alpha < 0 < self.beta, "objective.alpha", self.alpha, f"must be below 0, and beta={self.beta} above")
         check(0 < self.clip, "objective.clip", self.clip, "must be greater than 0")
-        for name in ("tau", "clip_high", "tis", "kl", "shaping"):
+        for name in ("tau", "clip_high", "tis", "kl", "kl_anneal", "shaping"):
             check(getattr(self, name) >= 0, f"objective.{name}", getattr(self, name), "must be 0 or more")
         check(not self.tis or self.old == "trainer", "objective.tis", self.tis,
               "needs objective.old='trainer': it weighs the trainer's probabilities against the sampler's")

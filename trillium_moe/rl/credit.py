@@ -84,3 +84,8 @@ def tau_of(c: EffortConfig, effort: str, efforts: tuple[str, ...], update: int) 
     own = c.tau[efforts.index(effort)]
     part = min(1.0, update / c.anneal) if c.anneal else 1.0
     return c.start + (own - c.start) * part
+
+
+def kl_of(c: ObjectiveConfig, update: int) -> float:
+    """Weight of the divergence at an update: from `kl` to zero over `kl_anneal` updates, linearly; 0: constant."""
+    return c.kl * max(0.0, 1 - update / c.kl_anneal) if c.kl_anneal else c.kl

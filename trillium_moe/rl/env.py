@@ -144,6 +144,7 @@ class Session:
     done: bool = False
     end: str = ""  # answer, budget, or what the rollout says
     errors: dict[str, int] = field(default_factory=dict)  # by kind, see `Session.step`
+    used: dict[str, int] = field(default_factory=dict)  # valid calls of every tool
     _seen: set = field(default_factory=set)
     _words: set = field(default_factory=set)
 
@@ -165,6 +166,7 @@ class Session:
             if action in self._seen:
                 self._count("repeated_call")
             self._seen.add(action)
+            self.used[action.tool] = self.used.get(action.tool, 0) + 1
             observation = self.episode.call(action)
             self._words |= set(observation.split())
         self.calls += 1

@@ -178,7 +178,8 @@ class Rollout:
                 outcome = session.finish("time", outcome.reward)
         t.rewards.append(outcome.reward)
         t.turns += 1
-        t.calls, t.success, t.public, t.errors = session.calls, session.success, session.public, dict(session.errors)
+        t.calls, t.success, t.public = session.calls, session.success, session.public
+        t.errors, t.used = dict(session.errors), dict(session.used)
         t.end = session.end
         if outcome.done:
             return []

@@ -114,6 +114,8 @@ class Run:
         update = update or self.sft_update
         rollout = self.engine(state.params, state.router_bias)
         for i, rows in enumerate(sft.batches(self.config, rollout, steps, first)):
+            if self.config.objective.kl:  # the same program as RL's
+                rows |= {"reference": np.zeros_like(rows["sampler"]), "kl": np.float32(0)}
             state, metrics = policy_step(self.sft_config, self.config.objective, update, state, [rows], imitate=True)
             if show and ((i + 1) % 50 == 0 or i + 1 == steps):
                 show(f"sft {i + 1}/{steps}  loss {metrics['rl/loss']:.3f}")
@@ -200,6 +202,7 @@ class Run:
                 kinds[(t.env, t.effort) if teachers else ()] += own
                 sequences += own
         batch.weigh(sequences, c.objective.name, c.rollout.max_tokens)
+        kl = np.float32(credit.kl_of(c.objective, update))
 
         def rows():
             for key, own in kinds.items():
@@ -207,11 +210,12 @@ class Run:
                     if teachers:
                         rows["teacher"] = logprobs(c.model, *teachers[key], rows)
                     if c.objective.kl:
-                        rows["reference"] = logprobs(c.model, *reference, rows)
+                        rows |= {"reference": logprobs(c.model, *reference, rows), "kl": kl}
                     yield rows
 
         state, metrics = policy_step(self.rl_config, c.objective, self.update, state, rows(), distill)
-        work.forward += 3 * metrics["rl/micro_batches"] * c.rows * c.row
+        passes = 3 + bool(c.objective.kl) + bool(teachers)  # those of the reference and of a teacher are forward only
+        work.forward += passes * metrics["rl/micro_batches"] * c.rows * c.row
         work.trained += sum(map(len, groups))
         ages = np.concatenate([update - t.versions for g in groups for t in g])
         metrics |= {"rl/age_mean": float(ages.mean()), "rl/age_max": int(ages.max()),
@@ -241,15 +245,17 @@ def describe(trajectories: list[Trajectory], prefix: str, task: TaskConfig) -> d
 def _means(ts: list[Trajectory], prefix: str) -> dict[str, float]:
     if not ts:
         return {}
-    errors: dict[str, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
     for t in ts:
         for kind, n in t.errors.items():
-            errors[kind] += n
+            counts[f"error_{kind}"] += n
+        for tool, n in t.used.items():
+            counts[f"calls_{tool}"] += n
     mean = lambda get: float(np.mean([get(t) for t in ts]))
     return {
         f"{prefix}/success": mean(lambda t: t.success), f"{prefix}/reward": mean(lambda t: t.reward),
         f"{prefix}/calls": mean(lambda t: t.calls), f"{prefix}/turns": mean(lambda t: t.turns),
         f"{prefix}/tokens": mean(lambda t: t.sampled), f"{prefix}/length": mean(lambda t: t.length),
         f"{prefix}/verifier_gap": mean(lambda t: t.public - t.success),
-        **{f"{prefix}/error_{kind}": n / len(ts) for kind, n in errors.items()},
+        **{f"{prefix}/{name}": n / len(ts) for name, n in counts.items()},
     }  # fmt: skip

@@ -56,6 +56,7 @@ def gradient(
     Args:
       distill: with batch["teacher"]: advantages are clip(teacher - policy, -distill, distill), log-probabilities of
         the sampled token (K3, Eq. 15). 0: batch["advantage"].
+      batch: with c.kl also "reference" [B,T], log-probabilities, and "kl", the weight of the divergence from them.
       imitate: supervised training; not static, so that SFT and RL are one program.
     """
     graphdef = model_def(model)[0]
@@ -77,7 +78,7 @@ def gradient(
             stats["teacher_gap"] = jnp.sum((batch["teacher"] - own) * mask)
         if c.kl:
             kl = divergence(flat(logp), flat(batch["reference"]))
-            total = total + c.kl * jnp.sum(jnp.where(flat(mask) > 0, flat(batch["weight"]) * kl, 0.0))
+            total = total + batch["kl"] * jnp.sum(jnp.where(flat(mask) > 0, flat(batch["weight"]) * kl, 0.0))
             stats["kl"] = jnp.sum(kl * flat(mask))
         return total, (stats | {"loss": total}, reduce_stats(aux))
 

@@ -70,6 +70,7 @@ class Trajectory:
     public: float = 0.0  # verdict of the verifier that the model can see
     end: str = ""  # answer, budget, overlong, context, time; "": not yet
     errors: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)  # valid calls of every tool
 
     @property
     def id(self) -> str:

@@ -45,7 +45,7 @@ class _Pages(Episode):
     def call(self, call: Call) -> str:
         if call.tool == "index":
             self.seen_index = True
-            return " ".join(f"{topic} {self.page_of[topic]}" for topic in self.order)
+            return " ".join(f"{topic} page {self.page_of[topic]}" for topic in self.order)
         page = int(call.args[0])
         right = page == self.page_of[self.asked]
         self.seen_page |= right
