@@ -22,11 +22,11 @@ class _Pages(Episode):
         self.listed, others = topics[:P], topics[P:]
         self.page_of = dict(zip(self.listed, (int(i) for i in rng.permutation(P) + 1)))
         self.text: dict[int, list[tuple[str, str]]] = {}
+        entries = max(1, env.entries)
+        values = rng.permuted(np.tile(np.arange(env.values), (P, 1)), axis=1)
         for topic, page in self.page_of.items():
-            entries = max(1, env.entries)
-            names = [topic, *(str(t) for t in rng.choice(others, entries - 1, replace=False))]
-            values = rng.choice(env.values, entries, replace=False)
-            pairs = [(name, str(v)) for name, v in zip(names, values)]
+            names = [topic, *(others[i] for i in rng.permutation(len(others))[: entries - 1])]
+            pairs = [(name, str(v)) for name, v in zip(names, values[page - 1])]
             self.text[page] = [pairs[i] for i in rng.permutation(entries)]
         self.filler = [str(i) for i in rng.integers(0, N_NUMBERS, env.filler)]
         self.asked = self.listed[0]
