@@ -111,10 +111,11 @@ def test_budget_errors_and_claims():
     session = Session(episode, call_cost=0.1)
     assert session.step(Turn(None, "parse")).observation == "error"
     index = session.step(Turn(Call("index")))
-    assert index.reward == -0.1 and episode.asked in index.observation and not index.done
+    assert index.reward == -0.1 and not index.done
+    assert f"{episode.asked} page {episode.page_of[episode.asked]}" in index.observation
     end = session.step(Turn(Call("index")))
     assert end.done and session.end == "budget" and session.calls == 3
-    assert session.errors == {"parse": 1, "repeated_call": 1}
+    assert session.errors == {"parse": 1, "repeated_call": 1} and session.used == {"index": 2}
     session = Session(make_env("read_page").episode(0))
     session.step(Turn(Answer("99")))
     assert session.errors == {"unsupported_claim": 1} and session.success == 0

@@ -9,7 +9,7 @@ import pytest
 
 from tests.trillium_moe.test_cache import config as model
 from trillium_moe.config import ConfigError, KDAConfig, OptimConfig
-from trillium_moe.rl.config import RLConfig, RolloutConfig, SFTConfig, TaskConfig
+from trillium_moe.rl.config import ObjectiveConfig, RLConfig, RolloutConfig, SFTConfig, TaskConfig
 from trillium_moe.rl.loop import train
 from trillium_moe.rl.report import summary, write_report
 from trillium_moe.rl.rollout import Rollout
@@ -27,6 +27,7 @@ CONFIG = RLConfig(
     optim=OptimConfig(name="adamw", lr=1e-3, schedule="wsd", decay=0.0),
     task=TaskConfig(envs=("read_page:entries=0:lines=1",), noise=0.5),
     rollout=RolloutConfig(groups=3, samples=4, pause=0.5, lag=1, refill=0, chunks=(24,)),
+    objective=ObjectiveConfig(credit="turn", baseline="turn", kl=0.05, kl_anneal=4),
 )  # fmt: skip
 
 
@@ -71,6 +72,10 @@ def test_a_kill_in_the_middle_of_a_rollout_loses_nothing(tmp_path, monkeypatch):
     metrics = [[{k: v for k, v in m.items() if not is_timing(k)} for m in read_metrics(tmp_path / name)]
                for name in ("whole", "cut")]
     assert metrics[0] == metrics[1]
+
+    # the pull towards the policy that RL began with: nothing to pull at first
+    kl = [m["rl/kl"] for m in metrics[0] if "rl/kl" in m]
+    assert kl[0] < 1e-6 < kl[-1]
 
     # a lag of one: the second batch of a rollout is one version old; pauses make tokens older still
     ages = [m["rl/age_max"] for m in metrics[0] if "rl/age_max" in m]

@@ -11,7 +11,7 @@ import pytest
 from trillium_moe.config import ConfigError
 from trillium_moe.rl import batch
 from trillium_moe.rl.config import OBJECTIVES, EffortConfig, ObjectiveConfig, TaskConfig
-from trillium_moe.rl.credit import advantages, rewards, shaped, tau_of
+from trillium_moe.rl.credit import advantages, kl_of, rewards, shaped, tau_of
 from trillium_moe.rl.objectives import TERMS, WEIGHTING, Tokens, divergence, loss
 from trillium_moe.rl.trajectory import Part, Trajectory
 
@@ -165,6 +165,8 @@ def test_budgets_anneal():
     c = EffortConfig(tau=(0.5, 1.5), start=2.0, anneal=10)
     assert [tau_of(c, "low", ("low", "high"), u) for u in (0, 5, 10, 99)] == [2.0, 1.25, 0.5, 0.5]
     assert tau_of(EffortConfig(), "low", ("low",), 5) == 0
+    assert [kl_of(ObjectiveConfig(kl=0.2, kl_anneal=4), u) for u in (0, 1, 4, 9)] == [0.2, pytest.approx(0.15), 0, 0]
+    assert kl_of(ObjectiveConfig(kl=0.2), 99) == 0.2
 
 
 def test_wrong_objectives_are_named():
