@@ -1,12 +1,13 @@
-"""Reinforcement learning on one GPU: python -m benchmarks.rl --workdir=runs/rl_bench [--arms=envs,objectives,noise]
+"""Reinforcement learning on one GPU: python -m benchmarks.rl --workdir=runs/rl_bench [--arms=lookup,objectives]
 
-    envs        four environments, each RL from its format SFT, and SFT that went on for as long
+    read_page, lookup, flaky, drift   RL from format SFT, and SFT that went on for as long
     objectives  k25 and grpo with rollouts that serve one update, and five (read_page)
-    noise       verdicts turned around with probability 0, 0.1 and 0.2 (read_page)
-    long        trajectories beyond 64K tokens: a policy of short ones goes on where 11,000 numbers precede a value
+    noise       verdicts turned around with probability 0.1 and 0.2 (read_page)
+    long        trajectories beyond 64K tokens: a policy of short ones goes on where 33,000 numbers precede a value
     effort      one expert for each of low, high, max (flaky), then one model distilled from them
 
-Every arm is a run of experiments.rl, resumed where it was stopped; `--seeds` of each. One line a run.
+Every arm is a run of experiments.rl, resumed where it was stopped; `--seeds` of each. One line a run. Processes with
+arms or seeds of their own may share a workdir.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from configs.rl import get_config
+from trillium_moe.config import check_choice
 from trillium_moe.config_files import from_config_dict
 from trillium_moe.rl.config import EffortConfig, RLConfig
 from trillium_moe.rl.loop import train
@@ -24,8 +26,9 @@ from trillium_moe.rl.run import Run
 from trillium_moe.train.metrics import read_metrics
 
 ENVS = ("read_page", "lookup", "flaky", "drift")
+ARMS = (*ENVS, "objectives", "noise", "long", "effort")
 EFFORTS = {"low": 0.6, "high": 1.0, "max": 2.0}  # tau of each
-LONG = "lookup:hops=6:budget=8"
+LONG = "lookup:hops=2:budget=3"
 
 
 def config_of(options: str, **changes) -> RLConfig:
@@ -62,16 +65,18 @@ def run(name: str, config: RLConfig, seeds: list[int], workdir: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
-    parser.add_argument("--arms", default="envs,objectives,noise,long,effort")
+    parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--updates", type=int, default=300)
     args = parser.parse_args()
     seeds = [int(s) for s in args.seeds.split(",")]
     arms = args.arms.split(",")
+    for arm in arms:
+        check_choice("--arms", arm, ARMS)
     go = lambda name, config: run(name, dataclasses.replace(config, updates=args.updates), seeds, args.workdir)
     start = lambda name: str(args.workdir / name / "seed{seed}")
-    if "envs" in arms:
-        for env in ENVS:
+    for env in ENVS:
+        if env in arms:
             go(env, config_of(f"env={env}"))
     if "objectives" in arms:
         for objective in ("k25", "grpo"):
@@ -80,14 +85,16 @@ def main() -> None:
                 go(f"{objective}-lag{lag}", config_of(f"objective={objective}", rollout={"lag": lag}, objective=std,
                                                       sft_only=False))
     if "noise" in arms:
-        for noise in (0.0, 0.1, 0.2):
+        for noise in (0.1, 0.2):
             go(f"noise{noise}", config_of("", task={"noise": noise}, sft_only=False))
     if "long" in arms:
-        go("short", config_of("", task={"envs": (LONG,)}, sft_only=False))
-        sizes = {"groups": 1, "samples": 8, "max_tokens": 90_112, "chunks": (24, 2048)}
-        long = config_of("", task={"envs": (f"{LONG}:filler=11000",)}, rollout=sizes, row=90_112, rows=1, eval_tasks=8,
+        fillers = tuple(f"{LONG}:filler={n}" for n in (0, 30, 300))
+        sizes = {"max_tokens": 1024, "chunks": (24, 128)}
+        go("short", config_of("", task={"envs": fillers}, rollout=sizes, row=1024, rows=8, sft_only=False))
+        sizes = {"groups": 2, "samples": 4, "max_tokens": 69_632, "chunks": (24, 1024)}
+        long = config_of("", task={"envs": (f"{LONG}:filler=33000",)}, rollout=sizes, row=69_632, rows=1, eval_tasks=8,
                          start=start("short"), sft_only=False)
-        run("long", dataclasses.replace(long, updates=5), seeds[:1], args.workdir)
+        run("long", dataclasses.replace(long, updates=10, eval_every=5), seeds[:1], args.workdir)
     if "effort" in arms:
         for effort, tau in EFFORTS.items():
             go(f"effort-{effort}", config_of("env=flaky", task={"efforts": (effort,)}, sft_only=False,

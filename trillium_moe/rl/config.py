@@ -142,7 +142,7 @@ class RLConfig:
     keep: int = 2
     entropy_floor: float = 0.01  # alarm when the policy's mean entropy, nats a token, falls below
     sft_only: bool = True  # a second arm: SFT goes on for as much computation as RL took
-    start: str = ""  # run directory whose policy RL begins with, instead of SFT
+    start: str = ""  # run directory whose policy RL begins with, or RUN/sft for the one it began with; "": own SFT
     teachers: tuple[str, ...] = ()  # run directories of experts: their policies replace the rewards (distillation)
     teacher_clip: float = 2.0  # token rewards are clipped to this, nats
     model: ModelConfig = field(default_factory=ModelConfig)

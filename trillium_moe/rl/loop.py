@@ -163,8 +163,9 @@ def load_teachers(config: RLConfig) -> dict[tuple[int, str], tuple[PyTree, PyTre
 
 
 def _policy(folder: str, config: RLConfig) -> tuple[PyTree, PyTree]:
-    """(params, router bias) of a run of the same model. Raises ConfigError, CheckpointError."""
-    own = load_config(folder, RLConfig)
+    """(params, router bias) of a run of the same model, or of its SFT (RUN/sft). Raises ConfigError, CheckpointError."""
+    run = epath.Path(folder)
+    own = load_config(run.parent if run.name == "sft" else run, RLConfig)
     check(own.model == config.model, "model", folder, "this run was trained with another model; give both the same")
     _, params, bias = model_def(own.model)
     state = checkpoint.restore(folder, {"params": params, "router_bias": bias}, partial=True).state
