@@ -1,13 +1,15 @@
 """Reinforcement learning on one GPU: python -m benchmarks.rl --workdir=runs/rl_bench [--arms=lookup,objectives]
 
-    read_page, lookup, flaky, drift   RL from format SFT, and SFT that went on for as long
+    read_page, lookup, flaky, calculator   RL from format SFT
     objectives  k25 and grpo with rollouts that serve one update, and five (read_page)
     noise       verdicts turned around with probability 0.1 and 0.2 (read_page)
     long        trajectories beyond 64K tokens: a policy of short ones goes on where 33,000 numbers precede a value
-    effort      one expert for each of low, high, max (flaky), then one model distilled from them
+    effort      format SFT that reads the effort (flaky), from there
+    low, high, max   one expert each, and
+    distilled   one model from all three
 
 Every arm is a run of experiments.rl, resumed where it was stopped; `--seeds` of each. One line a run. Processes with
-arms or seeds of their own may share a workdir.
+arms or seeds of their own may share a workdir: the experts need `effort` and `distilled` needs them.
 """
 
 import argparse
@@ -19,24 +21,25 @@ import numpy as np
 from configs.rl import get_config
 from trillium_moe.config import check_choice
 from trillium_moe.config_files import from_config_dict
-from trillium_moe.rl.config import EffortConfig, RLConfig
+from trillium_moe.rl.config import RLConfig
 from trillium_moe.rl.loop import train
 from trillium_moe.rl.report import bounds, sft_only
 from trillium_moe.rl.run import Run
 from trillium_moe.train.metrics import read_metrics
 
-ENVS = ("read_page", "lookup", "flaky", "drift")
-ARMS = (*ENVS, "objectives", "noise", "long", "effort")
+ENVS = ("read_page", "lookup", "flaky", "calculator")
 EFFORTS = {"low": 0.6, "high": 1.0, "max": 2.0}  # tau of each
+ARMS = (*ENVS, "objectives", "noise", "long", "effort", *EFFORTS, "distilled")
 LONG = "lookup:hops=2:budget=3"
 
 
 def config_of(options: str, **changes) -> RLConfig:
-    """A config of configs/rl.py at GPU scale; changes of nested groups are dicts of their fields."""
+    """A config of configs/rl.py at GPU scale without the arm of SFT alone; changes of nested groups are dicts of their
+    fields."""
     config = from_config_dict(get_config(f"scale=gpu,{options}"), RLConfig)
     nested = {name: dataclasses.replace(getattr(config, name), **value) if isinstance(value, dict) else value
               for name, value in changes.items()}
-    return dataclasses.replace(config, **nested)
+    return dataclasses.replace(config, **{"sft_only": False} | nested)
 
 
 def run(name: str, config: RLConfig, seeds: list[int], workdir: Path) -> None:
@@ -67,7 +70,7 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--updates", type=int, default=100)
     args = parser.parse_args()
     seeds = [int(s) for s in args.seeds.split(",")]
     arms = args.arms.split(",")
@@ -82,25 +85,28 @@ def main() -> None:
         for objective in ("k25", "grpo"):
             for lag in (0, 4):
                 std = {"std": objective == "grpo"}
-                go(f"{objective}-lag{lag}", config_of(f"objective={objective}", rollout={"lag": lag}, objective=std,
-                                                      sft_only=False))
+                go(f"{objective}-lag{lag}", config_of(f"objective={objective}", rollout={"lag": lag}, objective=std))
     if "noise" in arms:
         for noise in (0.1, 0.2):
-            go(f"noise{noise}", config_of("", task={"noise": noise}, sft_only=False))
+            go(f"noise{noise}", config_of("", task={"noise": noise}))
     if "long" in arms:
         fillers = tuple(f"{LONG}:filler={n}" for n in (0, 30, 300))
         sizes = {"max_tokens": 1024, "chunks": (24, 128)}
-        go("short", config_of("", task={"envs": fillers}, rollout=sizes, row=1024, rows=8, sft_only=False))
+        short = config_of("", task={"envs": fillers}, rollout=sizes, row=1024, rows=16, sft={"steps": 400})
+        run("short", dataclasses.replace(short, updates=30), seeds[:1], args.workdir)
         sizes = {"groups": 2, "samples": 4, "max_tokens": 69_632, "chunks": (24, 1024)}
         long = config_of("", task={"envs": (f"{LONG}:filler=33000",)}, rollout=sizes, row=69_632, rows=1, eval_tasks=8,
-                         start=start("short"), sft_only=False)
+                         start=start("short"))
         run("long", dataclasses.replace(long, updates=10, eval_every=5), seeds[:1], args.workdir)
-    if "effort" in arms:
-        for effort, tau in EFFORTS.items():
-            go(f"effort-{effort}", config_of("env=flaky", task={"efforts": (effort,)}, sft_only=False,
-                                             effort=dataclasses.asdict(EffortConfig(tau=(tau,)))))
-        go("distilled", config_of("env=flaky", task={"efforts": tuple(EFFORTS)}, sft_only=False,
-                                  teachers=tuple(start(f"effort-{e}") for e in EFFORTS)))
+    effort = lambda names, **kw: config_of("env=flaky", task={"efforts": names}, eval_tasks=384, eval_every=25, **kw)
+    if "effort" in arms:  # one update, which nothing uses
+        run("effort", dataclasses.replace(effort(tuple(EFFORTS)), updates=1), seeds, args.workdir)
+    for name, tau in EFFORTS.items():
+        if name in arms:
+            go(name, effort((name,), effort={"tau": (tau,)}, start=start("effort") + "/sft"))
+    if "distilled" in arms:
+        go("distilled", effort(tuple(EFFORTS), objective={"kl": 0.0}, teachers=tuple(map(start, EFFORTS)),
+                               start=start("effort") + "/sft"))
 
 
 if __name__ == "__main__":

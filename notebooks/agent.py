@@ -155,8 +155,9 @@ print(f"\n{t.end}, success {t.success:g}, {t.calls} calls")
 # ## A group of attempts
 #
 # Policy updates compare several attempts at one task. They are forked from one prefill of the prompt and observations
-# are appended, so most of what a history would cost is never computed. A trajectory's advantage is its reward minus
-# the group's mean; here calls cost a little and the right answer is worth 1.
+# are appended, so most of what a history would cost is never computed. The advantage of a turn is the reward from it on
+# minus the mean of what the group got from the same turn on; drawn are the first turns. Calls cost a little, the right
+# answer is worth 1.
 
 # %%
 work = Work()
@@ -187,7 +188,8 @@ assert rollout.counts.saved > 0.5
 # PPO keeps it on one side.
 
 # %%
-state, metrics = run.learn(state, work.open, work, 0)
+start = run.fresh(state.params, state.router_bias)  # its copies stay: `objective.kl` pulls towards them
+state, metrics = run.learn(state, work.open, work, 0, reference=(start.params, start.router_bias))
 print({name: metrics[name] for name in ("rl/trained_tokens", "rl/log_ratio_max", "rl/entropy", "rl/masked")})
 assert metrics["rl/log_ratio_max"] < 1e-3 and metrics["rl/masked"] == 0
 
@@ -220,5 +222,5 @@ _ = panels[0].legend()
 assert pull("k25", -1.0)[-1] == 0 and pull("grpo", -1.0)[-1] < 0
 
 # %% [markdown]
-# From here on it is repetition: `make rl` takes 600 supervised steps and 50 updates a seed, and its report draws what
+# From here on it is repetition: `make rl` takes 400 supervised steps and 120 updates a seed, and its report draws what
 # this notebook printed. What such a policy learns and what it does not is in `docs/results.md`.

@@ -163,7 +163,7 @@ def load_teachers(config: RLConfig) -> dict[tuple[int, str], tuple[PyTree, PyTre
 
 
 def _policy(folder: str, config: RLConfig) -> tuple[PyTree, PyTree]:
-    """(params, router bias) of a run of the same model, or of its SFT (RUN/sft). Raises ConfigError, CheckpointError."""
+    """(params, router bias) of a run of the same model, or of its SFT: RUN/sft. Raises ConfigError, CheckpointError."""
     run = epath.Path(folder)
     own = load_config(run.parent if run.name == "sft" else run, RLConfig)
     check(own.model == config.model, "model", folder, "this run was trained with another model; give both the same")

@@ -11,6 +11,7 @@ ids and never raises: what is wrong is named in `Turn.error`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,12 +94,15 @@ class Protocol:
         self.open, self.sep, self.close = special["[open]"], special["[sep]"], special["[close]"]
         self.end = special["[end_of_msg]"]
         self._structure = set(special.values())
+        self._short = functools.lru_cache(1 << 14)(lambda text: tuple(tokenizer.encode(text).tolist()))
 
     # --- rendering
 
     def text(self, text: str) -> list[int]:
         """Ids of message content: every word with a space before it."""
-        return self.tokenizer.encode(f" {text}").tolist() if text else []
+        if len(text) > 64:  # long ones do not come again
+            return self.tokenizer.encode(f" {text}").tolist()
+        return list(self._short(f" {text}")) if text else []
 
     def _message(self, channel: str, text: str) -> list[int]:
         return [self.open, *self.text(channel), self.sep, *self.text(text), self.end]

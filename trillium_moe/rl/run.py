@@ -113,7 +113,7 @@ class Run:
         """
         update = update or self.sft_update
         rollout = self.engine(state.params, state.router_bias)
-        for i, rows in enumerate(sft.batches(self.config, rollout, steps, first)):
+        for i, rows in enumerate(sft.ahead(sft.batches(self.config, rollout, steps, first))):
             if self.config.objective.kl:  # the same program as RL's
                 rows |= {"reference": np.zeros_like(rows["sampler"]), "kl": np.float32(0)}
             state, metrics = policy_step(self.sft_config, self.config.objective, update, state, [rows], imitate=True)

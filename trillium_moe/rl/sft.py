@@ -8,6 +8,7 @@ oracle's, are context that the loss leaves out, and only the answer is learned. 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -81,3 +82,12 @@ def batches(config: RLConfig, rollout: Rollout, steps: int, first: int = 0) -> I
             filled += len(s["tokens"])
         batch.weigh(sequences, "reinforce", config.row)
         yield next(batch.micro_batches(sequences, config.row, config.rows))
+
+
+def ahead(items: Iterator) -> Iterator:
+    """The same items, each made in another thread while the one before is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = pool.submit(next, items, None)
+            yield item
