@@ -20,7 +20,7 @@ from trillium_moe.rl.protocol import (
     Protocol,
     Tool,
 )
-from trillium_moe.rl.sft import only_last, trace
+from trillium_moe.rl.sft import ahead, only_last, trace
 from trillium_moe.rl.vocabulary import WORDS, WordTokenizer
 
 P = Protocol(WordTokenizer())
@@ -104,3 +104,15 @@ def test_of_a_lesson_in_answering_the_answer_alone_is_learned():
         (part,) = only_last(parts)
         learned = [t for t, m in zip(part.tokens, part.mask) if m]
         assert session.success == 1 and P.parse(learned, session.episode.tools).action == Answer(session.episode.value)
+
+
+def test_items_made_ahead_are_the_same_and_errors_come_through():
+    def numbers():
+        yield from range(5)
+        raise ValueError("the sixth")
+
+    got = []
+    with pytest.raises(ValueError, match="the sixth"):
+        for i in ahead(numbers()):
+            got.append(i)
+    assert got == [0, 1, 2, 3, 4] and list(ahead(iter("ab"))) == ["a", "b"]
