@@ -74,6 +74,6 @@ def get_config(options: str = ""):
             rollout=RolloutConfig(groups=16 if cpu else 32, chunks=(8, 16, 24)),
             # Before the policy can follow what the index says, a call of it is a call lost: without the pull towards
             # the start, which never unlearns trying, it is gone within 40 updates and with it what there was to find.
-            objective=ObjectiveConfig(name=given["objective"], credit="turn", baseline="turn", kl=0.06, kl_anneal=150),
+            objective=ObjectiveConfig(name=given["objective"], credit="turn", baseline="turn", kl=0.06, kl_anneal=200),
         )
     )
