@@ -22,8 +22,8 @@ from trillium_moe.train.report_page import PAGE
 
 CAPTIONS = {
     "success": "Held-out tasks, a line a seed. Dashed: the oracle, and an answer without a call. Amber: SFT that "
-               "went on from the same start, for as much computation.",
-    "calls": "Calls of an episode, held out. Where it falls towards the oracle's, the policy knows where to look.",
+               "went on from the same start, for as much computation. Right: calls of an episode, in all and of every "
+               "tool. Where they fall towards the oracle's, the policy knows where to look.",
     "training": "Rollouts, and the entropy of the policy: at zero it explores no more.",
     "objective": "Left: tokens that the objective cut off. Middle: mean distance between the trainer's and the "
                  "sampler's log-probability of a token. Right: age of trained tokens.",
@@ -97,33 +97,33 @@ def _lines(axes, all_lines, key, color, label="", **kw):
 
 @figures.styled
 def success(all_lines, others, config, marks) -> Figure:
-    """Held-out success, sampled and greedy, against both bounds and the SFT-only arm."""
+    """Held-out success, sampled and greedy, and calls, against the oracle's, a guess's, and the SFT-only arm's."""
     figure = Figure(figsize=figures.WIDE)
-    for axes, key, title in zip(figure.subplots(1, 2, sharey=True), ("heldout/success", "greedy/success"),
-                                ("Held-out success, sampled", "Held-out success, greedy")):
-        _lines(axes, all_lines, key, BLUE, "RL", marker="o", ms=3.5)
-        last = max((m["step"] for lines in all_lines for m in lines), default=1)
+    left, middle, right = figure.subplots(1, 3)
+    last = max((m["step"] for lines in all_lines for m in lines), default=1)
+    for axes, key, title in ((left, "heldout/success", "Held-out success, sampled"),
+                             (middle, "greedy/success", "Held-out success, greedy"),
+                             (right, "heldout/calls", "Calls of an episode")):
+        _lines(axes, all_lines, key, BLUE, "RL", marker="o", ms=3)
         for i, lines in enumerate(others):
+            if not lines:
+                continue
             start = next((m[key] for m in all_lines[i] if key in m), None)
             x = [0.0, *(m["share"] * last for m in lines)]
             axes.plot(x, [start, *(m[key] for m in lines)], color=AMBER, label="SFT only" if i == 0 else "")
+        axes.set_title(title)
+    for axes in (left, middle):
         for value, name in ((marks["oracle_success"], "oracle"), (marks["chance"], "no call")):
             axes.axhline(value, color=MUTED, ls="--", lw=1, label=f"{name} {value:.2f}")
-        axes.set_title(title)
         axes.set_ylim(-0.03, 1.05)
-    axes.legend(loc="center right", fontsize=8.5)
-    return figure
-
-
-@figures.styled
-def calls(all_lines, others, config, marks) -> Figure:
-    figure = Figure(figsize=figures.SIZE)
-    axes = figure.subplots()
-    _lines(axes, all_lines, "heldout/calls", BLUE, "RL", marker="o", ms=3.5)
-    axes.axhline(marks["oracle_calls"], color=MUTED, ls="--", lw=1, label=f"oracle {marks['oracle_calls']:.2f}")
-    axes.set_title("Calls of an episode")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8.5)
+    right.axhline(marks["oracle_calls"], color=MUTED, ls="--", lw=1, label=f"oracle {marks['oracle_calls']:.2f}")
+    tools = sorted({key for lines in all_lines for m in lines for key in m if key.startswith("heldout/calls_")})
+    for key, style in zip(tools if len(tools) <= 3 else (), (":", "-.", (0, (5, 2)))):
+        filled = [[{**m, key: m.get(key, 0.0)} for m in lines if "heldout/calls" in m] for lines in all_lines]
+        _lines(right, filled, key, TEAL, key.removeprefix("heldout/calls_"), ls=style)
+    right.set_ylim(bottom=0)
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
     return figure
 
 
@@ -204,7 +204,7 @@ def errors(all_lines, others, config, marks) -> Figure | None:
     return figure
 
 
-PICTURES = {"success": success, "calls": calls, "training": training, "objective": objective, "state": state,
+PICTURES = {"success": success, "training": training, "objective": objective, "state": state,
             "effort": effort, "errors": errors}
 
 
