@@ -123,7 +123,7 @@ def success(all_lines, others, config, marks) -> Figure:
         _lines(right, filled, key, TEAL, key.removeprefix("heldout/calls_"), ls=style)
     right.set_ylim(bottom=0)
     left.legend(fontsize=8)
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, loc="lower left", ncols=3)
     return figure
 
 
