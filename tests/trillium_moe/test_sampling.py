@@ -52,8 +52,8 @@ def test_greedy_without_asking():
     """The program for greedy sequences alone gives what the other one gives them."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(N, 4)), jnp.float32)
     values = (0, np.uint32), (0, np.float32), (0, np.int32), (1, np.float32)
-    settings = Settings(*(np.full(N, value, dtype) for value, dtype in values))
-    asked, alone = (sample(logits, np.zeros(N, np.int32), settings, greedy) for greedy in (False, True))
+    settings = Settings(*(jnp.full(N, value, dtype) for value, dtype in values))
+    asked, alone = (sample(logits, jnp.zeros(N, jnp.int32), settings, greedy) for greedy in (False, True))
     np.testing.assert_array_equal(alone[0], np.asarray(logits).argmax(-1))
     for a, b in zip(asked, alone):
         np.testing.assert_array_equal(a, b)
