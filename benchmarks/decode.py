@@ -7,20 +7,18 @@ the context, KDA states twice.
 """
 
 import argparse
-import collections
 import dataclasses
 import json
 import statistics
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.traces import kernel_times
 from configs.scales import SCALES
 from trillium_moe.config import ConfigError, ModelConfig
 from trillium_moe.infer import engine, forward
@@ -130,34 +128,6 @@ def time_decode(
         "tokens_per_s": batch / ms * 1e3, "compile_s": compile_s,
         **{f"{k}_GB": v / 1e9 for k, v in floor.items()},
     }  # fmt: skip
-
-
-def kernel_times(once, steps: int, top: int = 45):
-    """Prints the device's kernels by time, per decoding step."""
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            once()
-        (path,) = Path(directory).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
-    total = collections.Counter()
-    count = collections.Counter()
-    began, ended = [], []
-    for plane in data.planes:
-        if "/device:GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if "Stream" not in line.name:
-                continue
-            for event in line.events:
-                total[event.name] += event.duration_ns
-                count[event.name] += 1
-                began.append(event.start_ns)
-                ended.append(event.start_ns + event.duration_ns)
-    n, busy, all_of_it = sum(count.values()), sum(total.values()), max(ended) - min(began)
-    print(f"kernels: {n / steps:.0f} a step, {busy / steps / 1e3:.0f} us of {all_of_it / steps / 1e3:.0f}")
-    for name, ns in total.most_common(top):
-        print(f"{ns / steps / 1e3:9.1f} us {count[name] / steps:7.1f}x  {name[:100]}")
-    sys.stdout.flush()
 
 
 def prefill_args(config: ModelConfig, weights, cache, chunk: int):

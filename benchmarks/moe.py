@@ -144,27 +144,26 @@ def tune(G: int, M: int, K: int, N: int, products: list[str], lock: str) -> None
     from pallas_kernels.expert_ffn import Activation
     from pallas_kernels.expert_ffn.pallas_gpu import gated
     from pallas_kernels.grouped_matmul.gpu_kernel import Tiles
-    from pallas_kernels.grouped_matmul.gpu_narrow import NarrowTiles, narrow_product
-    from pallas_kernels.grouped_matmul.pallas_gpu import groups_product, rows_product
+    from pallas_kernels.grouped_matmul.gpu_narrow import NarrowTiles
+    from pallas_kernels.grouped_matmul.pallas_gpu import groups_product, product_by_rows
 
     shapes = abstract(G, x=(M, K), d=(M, N), w=(G, K, N), g=(G, K, N // 2), u=(G, K, N // 2))
     kind = jax.devices()[0].device_kind
     gate_up = lambda x, gate, up, s, t: gated(None, Activation(), x, gate, up, jnp.ones(M), s, True, t)
-    by_rows = lambda t: narrow_product if isinstance(t, NarrowTiles) else rows_product
     rows = [Tiles(64, 256, cluster=2, panel=panel) for panel in (1, 2, 4)]
     rows += [Tiles(64, 128, 3), NarrowTiles(64, 192), NarrowTiles(64, 256)]
     rows += [NarrowTiles(128, n, stages=3, step=step) for n, step in ((192, 32), (192, 16), (160, 32))]
     groups = [Tiles(64, 256, cluster=2, panel=panel) for panel in (2, 4, 14)] + [Tiles(64, 256), Tiles(128, 128)]
     groups += [Tiles(128, 192, stages=3), Tiles(128, 192, stages=3, panel=4)]
-    narrow = [Tiles(64, 128, cluster=2, panel=panel) for panel in (2, 4)] + [Tiles(64, 128, panel=4)]
-    narrow += [Tiles(64, 64, 3), Tiles(64, 128, 3, stages=3)]
+    pairs = [Tiles(64, 128, cluster=2, panel=panel) for panel in (2, 4)] + [Tiles(64, 128, panel=4)]
+    pairs += [Tiles(64, 64, 3), Tiles(64, 128, 3, stages=3)]
     together = lambda candidates: [dataclasses.replace(t, light_last=False) for t in candidates if t.block < 256]
-    rows, narrow = rows + together(rows), narrow + together(narrow)
+    rows, pairs = rows + together(rows), pairs + together(pairs)
     ways = {
-        "rows": (N, rows, "xws", lambda t: lambda x, w, s: by_rows(t)([x], [w], s, t)),
-        "transposed": (K, rows, "dws", lambda t: lambda d, w, s: by_rows(t)([d], [w], s, t, transposed=True)),
+        "rows": (N, rows, "xws", lambda t: lambda x, w, s: product_by_rows([x], [w], s, t)),
+        "transposed": (K, rows, "dws", lambda t: lambda d, w, s: product_by_rows([d], [w], s, t, transposed=True)),
         "groups": (N, groups, "xds", lambda t: lambda x, d, s: groups_product(x, d, s, t, jnp.bfloat16)),
-        "gated": (N // 2, narrow, "xgus", lambda t: lambda x, gate, up, s: gate_up(x, gate, up, s, t)),
+        "gated": (N // 2, pairs, "xgus", lambda t: lambda x, gate, up, s: gate_up(x, gate, up, s, t)),
     }
     fits = lambda product, t: ways[product][0] % t.width == 0 and (product != "groups" or K % t.block == 0)
     products = products or list(ways)
@@ -180,7 +179,7 @@ def tune(G: int, M: int, K: int, N: int, products: list[str], lock: str) -> None
             for _ in range(7):
                 for t, times in samples.items():
                     call = functools.partial(compiled[product, t], *(data[a] for a in ways[product][2]))
-                    call()
+                    jax.block_until_ready(call())
                     times.append(sample_ms(call, jax.block_until_ready, repeats=4))
             medians = {t: statistics.median(times[1:]) for t, times in samples.items()}
             for t, ms in sorted(medians.items(), key=lambda x: x[1]):

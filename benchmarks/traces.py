@@ -26,10 +26,8 @@ def kernel_times(once, steps: int = 1, top: int = 45) -> None:
             if "Stream" not in line.name:
                 continue
             for event in line.events:
-                source = dict(event.stats).get("tf_op", "")
-                name = f"{event.name[:60]:60s} {str(source)[-110:]}"
-                total[name] += event.duration_ns
-                count[name] += 1
+                total[event.name] += event.duration_ns
+                count[event.name] += 1
                 spans.append((event.start_ns, event.start_ns + event.duration_ns))
     busy, end = 0, 0
     for start, stop in sorted(spans):
@@ -39,5 +37,5 @@ def kernel_times(once, steps: int = 1, top: int = 45) -> None:
     us = lambda ns: ns / steps / 1e3
     print(f"kernels: {sum(count.values()) / steps:.0f} a step, {us(busy):.0f} us busy, {us(idle):.0f} us idle")
     for name, ns in total.most_common(top):
-        print(f"{us(ns):9.1f} us {count[name] / steps:7.1f}x  {name}")
+        print(f"{us(ns):9.1f} us {count[name] / steps:7.1f}x  {name[:100]}")
     sys.stdout.flush()

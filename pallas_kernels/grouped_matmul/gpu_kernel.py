@@ -84,6 +84,15 @@ def copy_to_cluster(src, dst, barrier, tiles: Tiles):
     plgpu.copy_gmem_to_smem(src, dst, barrier, collective_axes=(PEER,) if tiles.cluster > 1 else None)
 
 
+def each_slice(steps: Sequence[int], s, act: Callable) -> None:
+    """act(i, part of the contraction) for the operand i that slice s of a sum over operands of `steps` slices is of."""
+    before = 0
+    for i, own in enumerate(steps):
+        mine = (s >= before) & (s < before + own)
+        pl.when(mine)(functools.partial(act, i, pl.ds((s - before) * STEP, STEP)))
+        before += own
+
+
 def multiprocessors() -> int:
     """Of the device that the program is for."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.gpu_kernel import ROWS, SLOTS, STEP, Tiles, run_tiles, workers
+from pallas_kernels.grouped_matmul.gpu_kernel import ROWS, SLOTS, STEP, Tiles, each_slice, run_tiles, workers
 from pallas_kernels.grouped_matmul.row_tiles import row_tiles
 
 
@@ -54,20 +54,16 @@ def narrow_product(lhs, rhs, group_sizes_G, tiles: NarrowTiles, *, transposed=Fa
 
     def load(refs, tile, s, a_s, b_s, barrier, many):
         _, group, row, _, column = tile
-        before = 0
-        for i, own in enumerate(steps):
 
-            @pl.when((s >= before) & (s < before + own))
-            def _(i=i, before=before):
-                k = pl.ds((s - before) * STEP, STEP)
-                for c in range(C):
-                    columns = pl.ds(column * tiles.width + c * m, m)
-                    w = refs[2 + len(lhs) + i]
-                    w = w.at[group, columns, k] if transposed else w.at[group, k, columns]
-                    plgpu.copy_gmem_to_smem(w, a_s.at[c], barrier)
-                plgpu.copy_gmem_to_smem(refs[2 + i].at[pl.ds(pl.multiple_of(row, ROWS), n), k], b_s, barrier)
+        def copies(i, k):
+            for c in range(C):
+                columns = pl.ds(column * tiles.width + c * m, m)
+                w = refs[2 + len(lhs) + i]
+                w = w.at[group, columns, k] if transposed else w.at[group, k, columns]
+                plgpu.copy_gmem_to_smem(w, a_s.at[c], barrier)
+            plgpu.copy_gmem_to_smem(refs[2 + i].at[pl.ds(pl.multiple_of(row, ROWS), n), k], b_s, barrier)
 
-            before += own
+        each_slice(steps, s, copies)
 
     def product(accs, a_s, b_s):
         (acc,) = accs

@@ -18,6 +18,7 @@ from pallas_kernels.grouped_matmul.gpu_kernel import (
     STEP,
     Tiles,
     copy_to_cluster,
+    each_slice,
     multiprocessors,
     run_tiles,
     store_tile,
@@ -73,13 +74,18 @@ class GpuProducts:
             lhs, transposed = [shuffled(x) for x in lhs], True
         G, N = rhs[0].shape[0], rhs[0].shape[1 if transposed else 2]
         tiles = gpu_tiles(self.kind, "transposed" if transposed else "rows", lhs[0].shape[0], G, lhs[0].shape[1], N)
-        if isinstance(tiles, NarrowTiles):
-            return narrow_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)
-        return rows_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)[0]
+        return product_by_rows(lhs, rhs, group_sizes_G, tiles, transposed=transposed)
 
     def groups(self, lhs_MK, d_MN, group_sizes_G, dtype):
         (M, K), N, G = lhs_MK.shape, d_MN.shape[1], group_sizes_G.shape[0]
         return groups_product(lhs_MK, d_MN, group_sizes_G, gpu_tiles(self.kind, "groups", M, G, K, N), dtype)
+
+
+def product_by_rows(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False):
+    """Sum over i of lhs[i] [M, K_i] times rhs[i], by groups of rows: [M, N], by the kernel that the tiles are of."""
+    if isinstance(tiles, NarrowTiles):
+        return narrow_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)
+    return rows_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)[0]
 
 
 def packed_rows(lhs_MK, rhs_GKN: Packed, group_sizes_G, tiles: PackedTiles):
@@ -118,21 +124,17 @@ def rows_product(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False, vec
     def load(refs, tile, s, a_s, b_s, barrier, many):
         _, group, row, _, column = tile
         columns = pl.ds(column * n, n)
-        before = 0
-        for i, own in enumerate(steps):
 
-            @pl.when((s >= before) & (s < before + own))
-            def _(i=i, before=before):
-                k = pl.ds((s - before) * STEP, STEP)
-                for c in range(C):
-                    rows = pl.ds(pl.multiple_of(row + c * m, ROWS), m)
-                    plgpu.copy_gmem_to_smem(refs[2 + i].at[rows, k], a_s.at[c], barrier)
-                for p in range(parts):
-                    b = refs[first_rhs + i * parts + p]
-                    b = b.at[group, columns, k] if transposed else b.at[group, k, columns]
-                    copy_to_cluster(b, b_s.at[p], barrier, tiles)
+        def copies(i, k):
+            for c in range(C):
+                rows = pl.ds(pl.multiple_of(row + c * m, ROWS), m)
+                plgpu.copy_gmem_to_smem(refs[2 + i].at[rows, k], a_s.at[c], barrier)
+            for p in range(parts):
+                b = refs[first_rhs + i * parts + p]
+                b = b.at[group, columns, k] if transposed else b.at[group, k, columns]
+                copy_to_cluster(b, b_s.at[p], barrier, tiles)
 
-            before += own
+        each_slice(steps, s, copies)
 
     def multiplied(tile, c):
         return jnp.where(tile[3] > c * m, tile[0], 0)

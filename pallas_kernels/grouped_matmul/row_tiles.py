@@ -12,6 +12,9 @@ def row_tiles(group_sizes_G, M: int, columns: int, tiles, workers: int):
     group a panel of row blocks passes all columns before the next panel: what a wave of tiles reads stays in L2. Worker
     w of `workers` gets tiles w, w + workers, ... of the result: in that order, or with `light_last` nearly so: then the
     tiles of at most half the rows, which take half the time, come last, and each worker gets its share of them.
+
+    Args:
+      tiles: `Tiles` or `PackedTiles`: `block`, `panel` and `light_last` of them.
     """
     G = group_sizes_G.shape[0]
     ends = jnp.cumsum(group_sizes_G)
