@@ -20,6 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rival nee
 
 FLOPS, BYTES = 790e12, 4.3e12  # what one H200 reached in large bf16 matrix products and copies
 
+
 def floor_ms(G: int, M: int, K: int, N: int) -> float:
     """Of one product: all operands and the result moved once, or the multiplications."""
     return 1e3 * max(2 * M * K * N / FLOPS, 2 * (M * K + M * N + G * K * N) / BYTES)
@@ -39,7 +40,7 @@ def compile_all(calls: dict, shapes: dict) -> dict:
         return dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values())))
 
 
-def race(calls: dict, shapes: dict, make, lock: str, *rival) -> tuple[dict[str, float], dict[str, float] | str]:
+def race(calls: dict, shapes: dict, make, lock: str, torch: Torch, *rival) -> tuple[dict, dict | str]:
     """Median milliseconds of each of `calls` and of the rival's, or why it has none: 7 samples each, all in turn."""
     import jax
 
@@ -49,17 +50,16 @@ def race(calls: dict, shapes: dict, make, lock: str, *rival) -> tuple[dict[str, 
         ours = {name: functools.partial(compiled[name], *(data[a] for a in args)) for name, (_, args) in calls.items()}
         for call in ours.values():
             jax.block_until_ready(call())
-        torch = Torch(*rival)
+        torch.start(*rival)
         times = {side: {name: [] for name in names} for side, names in (("ours", ours), ("torch", torch.names))}
         for _ in range(7):
             for name, call in ours.items():
                 times["ours"][name].append(sample_ms(call, jax.block_until_ready))
             for name in torch.names:
                 times["torch"][name].append(torch.sample(name))
-        torch.close()
-    if not torch.why:
-        return tuple({name: statistics.median(ms) for name, ms in side.items()} for side in times.values())
-    return {name: statistics.median(ms) for name, ms in times["ours"].items()}, torch.why
+        torch.stop()
+    median = lambda side: {name: statistics.median(ms) for name, ms in times[side].items()}
+    return median("ours"), torch.why or median("torch")
 
 
 def operands(G: int, M: int, *widths: int):
@@ -74,7 +74,7 @@ def operands(G: int, M: int, *widths: int):
     return rows, matrices
 
 
-def race_products(G: int, M: int, K: int, N: int, implementation: str | None, lock: str):
+def race_products(G: int, M: int, K: int, N: int, implementation: str | None, lock: str, torch: Torch):
     import jax
     import jax.numpy as jnp
 
@@ -88,7 +88,7 @@ def race_products(G: int, M: int, K: int, N: int, implementation: str | None, lo
     d_lhs = lambda x, w, s, d: jax.vjp(lambda x: op(x, w, s), x)[1](d)
     d_rhs = lambda x, w, s, d: jax.vjp(lambda w: op(x, w, s), w)[1](d)
     calls = {"forward": (op, "xws"), "dgrad": (d_lhs, "xwsd"), "wgrad": (d_rhs, "xwsd")}
-    return race(calls, abstract(G, x=(M, K), d=(M, N), w=(G, K, N)), make, lock, "product", G, M, K, N)
+    return race(calls, abstract(G, x=(M, K), d=(M, N), w=(G, K, N)), make, lock, torch, "product", G, M, K, N)
 
 
 def abstract(G: int, **shapes: tuple[int, ...]) -> dict:
@@ -99,7 +99,7 @@ def abstract(G: int, **shapes: tuple[int, ...]) -> dict:
     return of | {"s": jax.ShapeDtypeStruct((G,), jnp.int32)}
 
 
-def race_ffn(G: int, M: int, D: int, F: int, implementation: str | None, lock: str):
+def race_ffn(G: int, M: int, D: int, F: int, implementation: str | None, lock: str, torch: Torch):
     import jax
     import jax.numpy as jnp
 
@@ -115,7 +115,7 @@ def race_ffn(G: int, M: int, D: int, F: int, implementation: str | None, lock: s
     both = lambda s, d, *inputs: jax.vjp(functools.partial(op, s), *inputs)[1](d)
     calls = {"forward": (op, "sxpguo"), "forward+backward": (both, "sdxpguo")}
     shapes = abstract(G, x=(M, D), d=(M, D), p=(M,), g=(G, D, F), u=(G, D, F), o=(G, F, D))
-    return race(calls, shapes, make, lock, "ffn", G, M, D, F)
+    return race(calls, shapes, make, lock, torch, "ffn", G, M, D, F)
 
 
 def show(name: str, times: dict[str, float] | str, flops: dict[str, float], floors: dict[str, float]) -> None:
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--turn", default="", help="file whose lock is held while the card is timed")
     args = parser.parse_args()
     D, F = args.width, args.hidden
+    torch = None if args.tune is not None else Torch()
     for G, M in (map(int, shape.split(",")) for shape in args.groups.split(";")):
         expert = (D, 2 * F), (F, D)
         products = [tuple(map(int, x.split(","))) for x in args.products.split(";")] if args.products else expert
@@ -211,18 +212,18 @@ def main() -> None:
         for K, N in products:
             print(f"{G} groups, {M} rows, {K} -> {N}", flush=True)
             flops, floors = (dict.fromkeys(PRODUCTS, x) for x in (2 * M * K * N, floor_ms(G, M, K, N)))
-            ours, torch = race_products(G, M, K, N, args.implementation, args.turn)
+            ours, theirs = race_products(G, M, K, N, args.implementation, args.turn, torch)
             show(args.implementation, ours, flops, floors)
-            show("torch", torch, flops, floors)
+            show("torch", theirs, flops, floors)
         if args.products:
             continue
         print(f"{G} experts, {M} rows, FFN {D} -> 2 x {F} -> {D}", flush=True)
         forward, floor = 6 * M * D * F, sum(floor_ms(G, M, *widths) for widths in expert)
         flops = {"forward": forward, "forward+backward": 3 * forward}
         floors = {"forward": floor, "forward+backward": 3 * floor}
-        ours, torch = race_ffn(G, M, D, F, args.implementation, args.turn)
+        ours, theirs = race_ffn(G, M, D, F, args.implementation, args.turn, torch)
         show(args.implementation, ours, flops, floors)
-        show("torch", torch, flops, floors)
+        show("torch", theirs, flops, floors)
 
 
 if __name__ == "__main__":

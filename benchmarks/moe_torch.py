@@ -4,6 +4,7 @@ Its tensors stay on the card beside ours, so that both sides are measured in tur
 within seconds, and whoever is measured after a pause looks faster.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -31,35 +32,35 @@ def sample_ms(call: Callable, wait: Callable, repeats: int = 8) -> float:
 
 
 class Torch:
-    """The process. `why` says why there is none; `names` what it can be asked for."""
+    """The process, for all of a run: it imports torch while ours compile, so that no pause lets the card cool."""
 
-    def __init__(self, what: str, *shape: int):
-        self.why, self.names, self.process = "", [], None
-        if importlib.util.find_spec("torch") is None:
-            self.why = "not run: torch cannot be imported"
-            return
-        command = [sys.executable, "-m", "benchmarks.moe_torch", what, *map(str, shape)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, text=True, **pipes)
-        self.names = self._answer() or []
+    def __init__(self):
+        self.why, self.names, self.process = "not run: torch cannot be imported", [], None
+        if importlib.util.find_spec("torch"):
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            self.process = subprocess.Popen([sys.executable, "-m", "benchmarks.moe_torch"], text=True, **pipes)
 
-    def _answer(self):
-        line = self.process.stdout.readline()
-        if line:
+    def _ask(self, *question):
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(question), file=self.process.stdin, flush=True)
+        if line := self.process.stdout.readline():
             return json.loads(line)
-        self.why = "failed: " + (self.process.stderr.read().strip().splitlines() or ["no message"])[-1]
+        return "failed: " + (self.process.stderr.read().strip().splitlines() or ["its process ended"])[-1]
 
-    def sample(self, name: str) -> float | None:
-        """Milliseconds, or None: see `why`."""
-        if self.why:
-            return None
-        print(name, file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def close(self) -> None:
+    def start(self, what: str, *shape: int) -> None:
+        """Makes the operands of "product" or "ffn" and calls everything once; `names` says what can be sampled."""
         if self.process:
-            self.process.stdin.close()
-            self.process.wait()
+            answer = self._ask(what, *shape)
+            self.names, self.why = ([], answer) if isinstance(answer, str) else (answer, "")
+
+    def sample(self, name: str) -> float:
+        """Milliseconds."""
+        return self._ask("sample", name)
+
+    def stop(self) -> None:
+        """Gives the operands' memory back."""
+        if self.process:
+            self._ask("stop")
 
 
 def products(G: int, M: int, K: int, N: int) -> dict[str, Callable]:
@@ -106,14 +107,25 @@ def ffn(G: int, M: int, D: int, F: int) -> dict[str, Callable]:
 def main() -> None:
     import torch
 
-    what, *shape = sys.argv[1:]
-    calls = {"product": products, "ffn": ffn}[what](*map(int, shape))
     wait = lambda _: torch.cuda.synchronize()
-    for call in calls.values():
-        wait(call())
-    print(json.dumps(list(calls)), flush=True)
+    calls = {}
     for line in sys.stdin:
-        print(json.dumps(sample_ms(calls[line.strip()], wait)), flush=True)
+        what, *arguments = json.loads(line)
+        answer = None
+        if what == "sample":
+            answer = sample_ms(calls[arguments[0]], wait)
+        elif what == "stop":
+            calls.clear()
+            torch.cuda.empty_cache()
+        else:
+            try:
+                calls = {"product": products, "ffn": ffn}[what](*arguments)
+                for call in calls.values():
+                    wait(call())
+                answer = list(calls)
+            except Exception as error:  # this shape's, say of memory: the next one may do
+                answer = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
