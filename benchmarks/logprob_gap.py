@@ -1,12 +1,13 @@
 """Log-probabilities of sampled tokens: as sampled from the cache, against the forward pass of training.
 
-  python -m benchmarks.logprob_gap --workdir=runs/a,runs/b [--requests=16 --tokens=128]
+  python -m benchmarks.logprob_gap --workdir=runs/a,runs/b [--requests=16 --tokens=128] [--compute=float32]
 
-Both in the run's own dtypes. What differs is the order of sums and, in bfloat16, where it rounds; quantised experts
-(model.moe.quantise) must not add to it.
+Both in the run's own dtypes, or with activations in --compute. What differs is the order of sums and, in bfloat16,
+where it rounds; quantised experts (model.moe.quantise) must not add to it.
 """
 
 import argparse
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,19 @@ from trillium_moe.train.state import model_def
 PROMPT = "def main(arguments):\n    "
 
 
-def gap(workdir: str, n: int, tokens: int) -> np.ndarray:
+def gap(workdir: str, n: int, tokens: int, compute: str = "") -> np.ndarray:
     """|sampled - trained| log-probability of every sampled token."""
     model = load_model(workdir)
+    config = model.config.model
+    if compute:
+        config = dataclasses.replace(config, dtypes=dataclasses.replace(config.dtypes, compute=compute))
     prompt = model.tokenizer.encode(PROMPT).tolist()
     length = -(-(len(prompt) + tokens) // 64) * 64
-    engine = Engine(model.config.model, model.params, model.router_bias, EngineConfig(slots=n, capacity=length))
+    engine = Engine(config, model.params, model.router_bias, EngineConfig(slots=n, capacity=length))
     batcher = Batcher(engine)
     requests = [batcher.submit(Request(prompt, tokens, Sampling(1.0, seed=i))) for i in range(n)]
     batcher.run()
-    graphdef = model_def(model.config.model)[0]
+    graphdef = model_def(config)[0]
 
     @jax.jit
     def forward(params, bias, tokens_BT):
@@ -50,9 +54,10 @@ def main() -> None:
     parser.add_argument("--workdir", required=True, help="run directories, comma separated")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--compute", default="", help="bfloat16 or float32, instead of the run's own activations")
     args = parser.parse_args()
     for workdir in args.workdir.split(","):
-        found = gap(workdir, args.requests, args.tokens)
+        found = gap(workdir, args.requests, args.tokens, args.compute)
         print(f"{workdir}: {found.size} tokens, |difference| mean {found.mean():.2e}, 99th percentile "
               f"{np.quantile(found, 0.99):.2e}, largest {found.max():.2e} nats", flush=True)
 
