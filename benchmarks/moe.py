@@ -2,8 +2,8 @@
 
 Both sides get the same work: bfloat16 normal rows and matrices, rows of each group as many as a random choice of group
 per eight rows gives (the same sizes on both sides), bfloat16 results. torch, if it is there, runs in a process of its
-own (benchmarks/moe_torch.py), and the two are measured in turn. Inputs and outputs of every call are several times the
-L2 cache, so it is not flushed.
+own (benchmarks/moe_torch.py), and the two are measured in turn, call by call. Inputs and outputs of every call are
+several times the L2 cache, so it is not flushed.
 """
 
 import argparse
@@ -41,7 +41,11 @@ def compile_all(calls: dict, shapes: dict) -> dict:
 
 
 def race(calls: dict, shapes: dict, make, lock: str, torch: Torch, *rival) -> tuple[dict, dict | str]:
-    """Median milliseconds of each of `calls` and of the rival's, or why it has none: 7 samples each, all in turn."""
+    """Median milliseconds of each of `calls` and of the rival's, or why it has none: 8 samples each.
+
+    Both sides' samples of the same call are neighbours, and the order changes: at its power limit the card is slower
+    after a call that does more work a second.
+    """
     import jax
 
     compiled = compile_all(calls, shapes)
@@ -51,12 +55,14 @@ def race(calls: dict, shapes: dict, make, lock: str, torch: Torch, *rival) -> tu
         for call in ours.values():
             jax.block_until_ready(call())
         torch.start(*rival)
-        times = {side: {name: [] for name in names} for side, names in (("ours", ours), ("torch", torch.names))}
-        for _ in range(7):
-            for name, call in ours.items():
-                times["ours"][name].append(sample_ms(call, jax.block_until_ready))
-            for name in torch.names:
-                times["torch"][name].append(torch.sample(name))
+        sides = {"ours": (ours, lambda name: sample_ms(ours[name], jax.block_until_ready)),
+                 "torch": (torch.names, torch.sample)}
+        times = {side: {name: [] for name in names} for side, (names, _) in sides.items()}
+        for i in range(8):
+            for name in dict.fromkeys([*ours, *torch.names]):
+                for side, (names, sample) in sorted(sides.items(), reverse=i % 2 == 1):
+                    if name in names:
+                        times[side][name].append(sample(name))
         torch.stop()
     median = lambda side: {name: statistics.median(ms) for name, ms in times[side].items()}
     return median("ours"), torch.why or median("torch")
