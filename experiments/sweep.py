@@ -2,6 +2,7 @@
 
   python -m experiments.sweep --sweep=configs/ablations/balancing.py --workdir=runs/balancing --parallel=2
   python -m experiments.sweep --sweep=configs/ablations/balancing.py:scale=small --workdir=runs/b --gpus=0,1
+  python -m experiments.sweep --sweep=configs/ablations/main.py --workdir=runs/m --parallel=4 --turn=/tmp/turn
   python -m experiments.sweep --sweep=configs/ablations/balancing.py --workdir=/shared/b --write=slurm
   python -m experiments.sweep --sweep=configs/ablations/balancing.py --workdir=runs/balancing --gather
 
@@ -13,6 +14,7 @@ Exit codes: 0, also when stopped by a signal; 1 if a run failed (the others have
 """
 
 import sys
+from pathlib import Path
 
 from experiments.common import UsageError, command, define_workdir, workdir_of
 
@@ -26,6 +28,8 @@ def define(flags):
     absl_flags.DEFINE_integer("parallel", 1, "runs at a time, on each device", lower_bound=1, flag_values=flags)
     absl_flags.DEFINE_list("gpus", [], "GPUs to deal the runs to, by number; by default whatever is visible",
                            flag_values=flags)
+    absl_flags.DEFINE_string("turn", "", "a file of this machine: programs compile --parallel at a time, but only the "
+                             "one that holds its lock trains, on each of --gpus", flag_values=flags)
     absl_flags.DEFINE_list("only", [], "run these alone, by number, one after the other in this process",
                            flag_values=flags)
     absl_flags.DEFINE_integer("group", -1, "run the seeds of this arm alone: what one task of a cluster job does",
@@ -48,6 +52,8 @@ def run(flags):
             changed = {k: v for part in r.arm.parts if part.role != "rung" for k, v in part.overrides}
             print(f"{r.index:4d}  {r.arm.name}, seed {r.seed}  {changed or ''}".rstrip())
         return {"runs": len(sweep.runs)}
+    if flags.turn and not Path(flags.turn).absolute().parent.is_dir():
+        raise UsageError(f"flag --turn={flags.turn}: there is no such folder; name a file in one of this machine")
     workdir = workdir_of(flags, exists=flags.gather)
     check_same_sweep(flags.sweep, workdir)
     if flags.write:
@@ -61,7 +67,7 @@ def run(flags):
     if not flags.gather:
         from trillium_moe.sweep.execute import Launcher
 
-        Launcher(sweep, flags.sweep, workdir, flags.parallel, flags.gpus).run()
+        Launcher(sweep, flags.sweep, workdir, flags.parallel, flags.gpus, turn=flags.turn).run()
     return _gather(sweep, workdir, flags)
 
 
@@ -74,7 +80,7 @@ def _work(sweep, workdir, flags):
     except (ValueError, IndexError):
         raise UsageError(f"flag --only={','.join(flags.only)} --group={flags.group}: the sweep has {len(sweep.runs)} "
                          f"runs in {len(sweep.groups)} groups; --list prints them") from None
-    finished = work(runs, workdir, probes=sweep.probes)
+    finished = work(runs, workdir, probes=sweep.probes, turn=flags.turn)
     return {"workdir": workdir, "finished": finished}
 
 

@@ -1,5 +1,6 @@
 """Plans, runs that are killed, diverge or fail, statistics and jobs."""
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -101,7 +102,7 @@ def toy(monkeypatch):
     """`train` on a regression whose data depend on the seed; `on_step(run's workdir, step)` may kill it."""
     hook = {"on_step": lambda workdir, i: None, "poison": {}}
 
-    def train(config, workdir, *, progress, report):
+    def train(config, workdir, *, progress, report, around=contextlib.nullcontext):
         save_config(config, workdir)
         task = toy_task(hook["poison"].get(config.optim.lr), on_step=lambda i: hook["on_step"](workdir, i))
         task.batches.i = 1000 * config.seed
@@ -109,7 +110,8 @@ def toy(monkeypatch):
             task.batches.poison += 1000 * config.seed
         bits = task.evaluate
         evaluate = lambda state: {"heldout/loss": bits(state)["heldout/bits_per_byte"] * config.optim.lr}
-        return loop.fit(config.train, workdir, dataclasses.replace(task, evaluate=evaluate), progress=False)
+        with around(dataclasses.replace(task, evaluate=evaluate)) as task:
+            return loop.fit(config.train, workdir, task, progress=False)
 
     monkeypatch.setattr(loop, "train", train)
     return hook
@@ -246,6 +248,32 @@ def test_two_processes_never_train_one_run(toy, tmp_path):
     assert read_outcome(tmp_path, sweep.runs[0])["status"] == "finished"
 
 
+def test_runs_that_take_turns_step_one_after_the_other(toy, tmp_path):
+    """Both have compiled, one steps to its end, then the other; results are those of runs that do not wait."""
+    sweep, reached, both = small_sweep(), [], threading.Barrier(2, timeout=60)
+
+    def on_step(workdir, i):
+        reached.append((workdir.parent.name, i))
+        if i == 0:
+            both.wait()  # neither waits for the other's turn while it compiles
+        time.sleep(0.002)
+
+    toy["on_step"] = on_step
+    run = lambda i: work(sweep.runs[i:i + 1], tmp_path / "turns", say=lambda _: None, turn=str(tmp_path / "turn"))
+    others = [threading.Thread(target=run, args=(i,)) for i in (0, 2)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join()
+    after = [name for name, i in reached if i > 0]
+    steps = BASE.train.steps - 1
+    assert after in ([a] * steps + [b] * steps for a, b in (("base", "slow"), ("slow", "base")))
+    toy["on_step"] = lambda workdir, i: None
+    work(sweep.runs, tmp_path / "turns", say=lambda _: None, turn=str(tmp_path / "turn"))  # the lock is free again
+    work(sweep.runs, tmp_path / "alone", say=lambda _: None)
+    assert table(sweep, tmp_path / "turns") == table(sweep, tmp_path / "alone")
+
+
 STUB = """
 import json, os, pathlib, signal, sys, time
 work = pathlib.Path([a for a in sys.argv if a.startswith("--workdir=")][0][10:])
@@ -256,7 +284,8 @@ for i in only:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text('{"status": "running"}')
     with open(work / "order.txt", "a") as f:
-        f.write(f"{i} {os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION')} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+        f.write(f"{i} {os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION')} {os.environ.get('CUDA_VISIBLE_DEVICES')} "
+                f"{sys.argv[-1]}\\n")
     if (work / f"die{i}").exists():
         os.kill(os.getpid(), signal.SIGKILL)
     if (work / f"wait{i}").exists():
@@ -292,13 +321,14 @@ def test_a_worker_that_dies_costs_its_run_alone(stub, tmp_path):
     assert ran == [0, 1, 2, 3, 0]
 
 
-def test_workers_share_memory_and_are_dealt_to_gpus(stub, tmp_path, monkeypatch):
+def test_workers_share_memory_and_take_turns_on_each_gpu(stub, tmp_path, monkeypatch):
     sweep, make, _ = stub
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
-    make(parallel=2, gpus=("3", "5")).run()
+    make(parallel=2, gpus=("3", "5"), turn="/tmp/turn").run()
     lines = sorted(line.split() for line in (tmp_path / "order.txt").read_text().splitlines())
     assert [line[1] for line in lines] == ["0.400"] * 4
     assert [line[2] for line in lines] == ["3", "3", "5", "5"]  # by arm
+    assert [line[3] for line in lines] == [f"--turn=/tmp/turn{gpu}" for gpu in "3355"]
 
 
 def test_a_signal_stops_the_workers_and_nothing_is_lost(stub, tmp_path):
@@ -473,6 +503,7 @@ def test_jobs_run_the_same_list(tmp_path):
     (["--sweep=configs/ablations/decay.py:seeds=0"], "seeds='0': must be a whole number of 1 or more"),
     (["--sweep=configs/ablations/decay.py"], "--workdir is missing"),
     (["--sweep=configs/ablations/decay.py", "--workdir=W", "--only=99"], "the sweep has 15 runs in 5 groups"),
+    (["--sweep=configs/ablations/decay.py", "--workdir=W", "--turn=W/a/b"], "--turn=.*/a/b: there is no such folder"),
 ])
 def test_bad_command_lines_are_one_line(argv, message, tmp_path, capsys):
     argv = [a.replace("W", str(tmp_path)) for a in argv]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -63,18 +64,21 @@ def is_done(workdir: epath.PathLike, run: Run) -> bool:
     return True
 
 
-def work(runs: Sequence[Run], workdir: epath.PathLike, say: Callable[[str], None] = print, probes: Sequence[str] = ()
-         ) -> bool:
+def work(runs: Sequence[Run], workdir: epath.PathLike, say: Callable[[str], None] = print, probes: Sequence[str] = (),
+         turn: str = "") -> bool:
     """Trains what is left of `runs`, one after the other in this process. Returns False if a signal stopped it.
 
     Args:
       probes: what to measure of every finished run's model, by name.
+      turn: a file that whoever steps holds a lock of, see `turns`; "" for steps at any time.
 
     Raises:
       ConfigError: if another process is at work on one of them, or a directory holds another run.
     """
+    from trillium_moe.sweep.turns import in_turn
     from trillium_moe.train.loop import train
 
+    options = {"around": functools.partial(in_turn, turn)} if turn else {}
     for run in runs:
         if is_done(workdir, run):
             continue
@@ -84,7 +88,7 @@ def work(runs: Sequence[Run], workdir: epath.PathLike, say: Callable[[str], None
             outcome = {"reason": ""}
             try:
                 folder = epath.Path(workdir) / run.folder
-                result = train(run.config, folder, progress=False, report=False)
+                result = train(run.config, folder, progress=False, report=False, **options)
                 if not result.finished:
                     return False
                 outcome |= _verdict(workdir, run)
@@ -146,14 +150,17 @@ def _lock(folder: epath.Path, run: Run) -> Iterator[None]:
 
 
 class Launcher:
-    """Works off a sweep with up to `parallel` workers at a time (on each GPU of `gpus`, if any are named)."""
+    """Works off a sweep with up to `parallel` workers at a time (on each GPU of `gpus`, if any are named).
+
+    With `turn`, a file of this machine, those on one device compile side by side and step one at a time.
+    """
 
     def __init__(self, sweep: Sweep, spec: str, workdir: epath.PathLike, parallel: int = 1, gpus: Sequence[str] = (),
-                 say: Callable[[str], None] = print, worker: Sequence[str] = WORKER):
+                 say: Callable[[str], None] = print, worker: Sequence[str] = WORKER, turn: str = ""):
         self.sweep, self.spec, self.workdir, self.say = sweep, spec, epath.Path(workdir), say
         self.command = [*worker, f"--sweep={spec}", f"--workdir={workdir}"]
         self.slots = deque(list(gpus or [""]) * parallel)
-        self.parallel = parallel
+        self.parallel, self.turn = parallel, turn
         self.workers: dict[subprocess.Popen, tuple[list[Run], str]] = {}
         self.stopped = ""
 
@@ -183,9 +190,10 @@ class Launcher:
         log = self.workdir / "logs" / f"{runs[0].folder.split('/')[1]}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         only = ",".join(str(run.index) for run in runs)
+        turn = [f"--turn={self.turn}{slot}"] if self.turn else []
         with open(log, "a") as out:
             # a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
-            worker = subprocess.Popen([*self.command, f"--only={only}"], stdout=out, stderr=subprocess.STDOUT,
+            worker = subprocess.Popen([*self.command, f"--only={only}", *turn], stdout=out, stderr=subprocess.STDOUT,
                                       env=self._environment(slot), start_new_session=True)
         self.workers[worker] = runs, slot
 

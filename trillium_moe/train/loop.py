@@ -156,11 +156,14 @@ def fit(config: TrainConfig, workdir: epath.PathLike, task: Task, *, progress: b
     return Outcome(step, state, finished, seen)
 
 
-def train(config: Config, workdir: epath.PathLike, *, progress: bool = True, report: bool = True) -> Outcome:
+def train(config: Config, workdir: epath.PathLike, *, progress: bool = True, report: bool = True,
+          around: Callable[[Task], contextlib.AbstractContextManager[Task]] = contextlib.nullcontext) -> Outcome:
     """Trains the model that `config` describes in `workdir`, or resumes it there. Ends with a report and a sample.
 
     Calls in turn whose configs differ in the seed alone share one compilation.
 
+    Args:
+      around: gives the task that `fit` is called with, and learns when it has ended.
     Raises:
       ConfigError: for a config that cannot work, or a workdir that holds a run of another one.
       CheckpointError, NonFiniteError: as `fit`.
@@ -211,7 +214,8 @@ def train(config: Config, workdir: epath.PathLike, *, progress: bool = True, rep
         start=config.train.start,
         initialise=functools.partial(programs.initialise, jax.random.key(config.seed)),
     )
-    outcome = fit(config.train, workdir, task, progress=progress)
+    with around(task) as task:
+        outcome = fit(config.train, workdir, task, progress=progress)
     if not runtime.is_main():
         return outcome
     # a process cannot run the model alone; `experiments.generate` samples from the checkpoint
