@@ -42,8 +42,8 @@ def get_sweep(options: str = "") -> Sweep:
         arms=arms,
         baseline="as released",
         seeds=seeds,
-        measures=("steps_to_balance", "violation_area", "violation_tail", "gate_max", "activation_max", "min_log_decay",
-                  "grad_norm_max"),
+        measures=("steps_to_balance", "steps_to_half", "violation_area", "violation_tail", "violation_floor",
+                  "gate_max", "activation_max", "min_log_decay", "grad_norm_max"),
         probes=probes,
         published="attention residuals in blocks -0.01 to -0.025 nats against none; latent experts without norm "
                   "worse by 0.03 to 0.04 than with it; SiTU 4/25 neutral; balancing rules within 0.01 nats, quantile "

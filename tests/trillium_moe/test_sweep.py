@@ -417,7 +417,8 @@ def test_measures_of_balance():
     curve = [0.1, 3.0, 1.0, 0.15, 0.5, 0.1, 0.1]  # balanced before it has learnt anything
     lines = [{"step": s + 1, "router/max_violation": v, "router/floor": 0.1} for s, v in enumerate(curve)]
     read = lambda name, lines=lines: MEASURES[name].read(lines)
-    assert read("steps_to_balance") == 4
+    assert read("steps_to_balance") == 4 and read("steps_to_half") == 4
+    assert read("steps_to_half", [{**line, "router/floor": 0.01} for line in lines]) == 4  # whatever the floor is
     assert read("violation_area") == pytest.approx(sum((a + b) / 2 for a, b in zip(curve, curve[1:])) / 6)
     assert read("violation_tail") == pytest.approx(0.1)
     assert read("steps_to_balance", lines[:3]) is None and read("violation_area", []) is None

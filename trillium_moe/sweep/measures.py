@@ -28,17 +28,20 @@ def highest(name: str) -> Callable[[Lines], float | None]:
     return lambda lines: max((line[name] for line in lines if name in line), default=None)
 
 
-def steps_to_balance(lines: Lines) -> float | None:
-    """The first step after its peak at which MaxVio, mean over layers, is below twice the sampling floor.
+def steps_below(limit: Callable[[dict[str, Any]], float]) -> Callable[[Lines], float | None]:
+    """The first step after its peak at which MaxVio, mean over layers, is below the limit of that step.
 
     After its peak: a new router is balanced, because it knows nothing; it is learning that unbalances it.
     """
-    lines = [line for line in lines if "router/floor" in line]
-    peak = max(range(len(lines)), key=lambda i: lines[i]["router/max_violation"], default=0)
-    for line in lines[peak:]:
-        if line["router/max_violation"] < 2 * line["router/floor"]:
-            return float(line["step"])
-    return None
+    def read(lines: Lines) -> float | None:
+        lines = [line for line in lines if "router/floor" in line]
+        peak = max(range(len(lines)), key=lambda i: lines[i]["router/max_violation"], default=0)
+        for line in lines[peak:]:
+            if line["router/max_violation"] < limit(line):
+                return float(line["step"])
+        return None
+
+    return read
 
 
 def violation_area(lines: Lines) -> float | None:
@@ -57,7 +60,9 @@ def violation_tail(lines: Lines) -> float | None:
 
 
 MEASURES = {
-    "steps_to_balance": Measure("step of MaxVio < 2 floors, after its peak", steps_to_balance, 0, "never"),
+    "steps_to_balance": Measure("step of MaxVio < 2 floors, after its peak",
+                                steps_below(lambda line: 2 * line["router/floor"]), 0, "never"),
+    "steps_to_half": Measure("step of MaxVio < 0.5, after its peak", steps_below(lambda line: 0.5), 0, "never"),
     "violation_area": Measure("mean MaxVio", violation_area),
     "violation_tail": Measure("MaxVio, last fifth", violation_tail),
     "violation_floor": Measure("sampling floor", last("router/floor")),
