@@ -35,7 +35,10 @@ def get_sweep(options: str = "") -> Sweep:
         named("g_min -10", **{"model.kda.decay": "deep", "model.kda.g_min": -10.0}),
     )
     if wanted:
-        arms = tuple(arm for arm in arms if arm.name in ("as released", *wanted.split("+")))
+        wanted = ("as released", *wanted.split("+"))
+        for name in wanted:
+            check_choice("option arms", name, tuple(arm.name for arm in arms))
+        arms = tuple(arm for arm in arms if arm.name in wanted)
     return Sweep(
         question="Balancing, residuals, decay, activation: one change at a time",
         base=config,

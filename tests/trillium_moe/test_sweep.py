@@ -502,6 +502,7 @@ def test_jobs_run_the_same_list(tmp_path):
     (["--sweep=configs/pretrain.py"], "has no get_sweep"),
     (["--sweep=configs/ablations/decay.py:sedes=3"], "option='sedes': must be one of .*did you mean 'seeds'"),
     (["--sweep=configs/ablations/decay.py:seeds=0"], "seeds='0': must be a whole number of 1 or more"),
+    (["--sweep=configs/ablations/main.py:arms=SwiGLU+residual"], "option arms='residual': must be one of .*residual"),
     (["--sweep=configs/ablations/decay.py"], "--workdir is missing"),
     (["--sweep=configs/ablations/decay.py", "--workdir=W", "--only=99"], "the sweep has 15 runs in 5 groups"),
     (["--sweep=configs/ablations/decay.py", "--workdir=W", "--turn=W/a/b"], "--turn=.*/a/b: there is no such folder"),
