@@ -1,5 +1,6 @@
 """The main questions against one baseline, so that its seeds are run once: balancing, residuals, decay, activation.
 
+More arms of each question are in the file that is named after it.
 Options of its own: `arms`, names with + between, to run some of them (the baseline is always run); `probe`, what is
 measured of every finished run's model (nothing after an empty `probe=`): it compiles programs of its own.
 """
@@ -29,10 +30,6 @@ def get_sweep(options: str = "") -> Sweep:
         named("residual full", **{"model.residual": "full"}),
         named("SiTU 1/1", **{"model.situ_beta": 1.0, "model.situ_linear_beta": 1.0}),
         named("g_min -1", **{"model.kda.g_min": -1.0}),
-        named("balancing sign 1e-2", **{"model.moe.balancing": "sign", "model.moe.sign_eta": 1e-2}),
-        named("residual blocks of 1", **{"model.block_size": 1}),
-        named("g_min -2.5", **{"model.kda.g_min": -2.5}),
-        named("g_min -10", **{"model.kda.decay": "deep", "model.kda.g_min": -10.0}),
     )
     if wanted:
         wanted = ("as released", *wanted.split("+"))

@@ -255,8 +255,8 @@ def markdown(sweep: Sweep, results: Sequence[Result], rows: Sequence[Row]) -> st
 
 NOTE = ("Loss: mean over seeds, ± the 95% interval of the mean. Difference: from the baseline. \"No difference\" is a "
         "difference within two standard deviations over seeds (of the arm and the baseline, pooled). Seed by seed: "
-        "mean and 95% interval of the differences between runs of one seed, which share their data: it sees smaller "
-        "effects.")
+        "mean and 95% interval of the differences between runs of one seed, which share their data: it is the narrower "
+        "one where that makes them alike.")
 
 
 def provenance(sweep: Sweep, results: Sequence[Result]) -> list[str]:
