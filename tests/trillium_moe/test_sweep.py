@@ -24,7 +24,7 @@ from trillium_moe.config_files import save_config
 from trillium_moe.sweep import figures, plan
 from trillium_moe.sweep.cluster import write_job
 from trillium_moe.sweep.execute import Launcher, is_done, read_outcome, work, write_outcome
-from trillium_moe.sweep.gather import Result, gather, summarise, write_tables
+from trillium_moe.sweep.gather import Result, gather, seed_noise, summarise, write_tables
 from trillium_moe.sweep.ladder import fit_power_law, ladder_table
 from trillium_moe.sweep.measures import MEASURES
 from trillium_moe.sweep.plan import Sweep, chain, load_sweep, named, over, override, product, zipped
@@ -402,6 +402,10 @@ def test_differences_inside_two_seed_deviations_are_none():
     assert rows["far"].pooled == pytest.approx(0.01)
     assert rows["far"].paired == pytest.approx((-0.03, 0.0), abs=1e-9)  # the same in every seed
     assert rows["gone"].verdict == "diverged (1 of 3)"
+    (line,) = seed_noise(list(rows.values()))  # of the three arms that did not diverge; all deviate by 0.01, in step
+    assert "deviates by 0.0100 (all arms, 6 degrees of freedom)" in line
+    assert f"± {2.446912 * 0.01 * (2 / 3) ** 0.5:.4f} (95%), taken seed by seed to ± 0.0000" in line
+    assert seed_noise([rows["base"], rows["far"], rows["gone"]]) == []  # two arms: the verdict says as much
 
 
 def test_one_seed_is_not_judged_and_a_tuned_choice_is_made():

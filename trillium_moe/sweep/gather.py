@@ -176,12 +176,41 @@ def _compared(row: Row, base: Row | None) -> Row:
 
 
 def _paired(row: Row, base: Row) -> tuple[float, float] | None:
-    """Differences seed by seed: runs of one seed read the same data, in the same order."""
+    """Mean of the differences seed by seed, and half of its 95% interval."""
+    pairs = _differences(row, base)
+    return (float(pairs.mean()), _half_width(pairs)) if len(pairs) > 1 else None
+
+
+def _differences(row: Row, base: Row) -> np.ndarray:
+    """Between runs of one seed, which read the same data in the same order."""
     of_base = {r.run.seed: r.loss for r in base.results if r.loss is not None}
-    pairs = [r.loss - of_base[r.run.seed] for r in row.results if r.loss is not None and r.run.seed in of_base]
-    if len(pairs) < 2:
-        return None
-    return float(np.mean(pairs)), _half_width(np.array(pairs))
+    return np.array([r.loss - of_base[r.run.seed] for r in row.results if r.loss is not None and r.run.seed in of_base])
+
+
+def seed_noise(rows: Sequence[Row]) -> list[str]:
+    """What a difference of two arms is worth by all arms of a rung together, which know it better than two of them."""
+    out = []
+    for rung in dict.fromkeys(row.rung for row in rows):
+        arms = [row for row in rows if row.rung == rung and row.mean is not None and not row.count("diverged")]
+        base = next((row for row in arms if row.verdict == "baseline"), None)
+        single = _spread([row.losses for row in arms])
+        pairs = _spread([_differences(row, base) for row in arms if row is not base]) if base else None
+        if len(arms) < 3 or base is None or single is None or pairs is None:
+            continue
+        n = len(base.losses)
+        interval = student.ppf(0.975, single[1]) * single[0] * math.sqrt(2 / n)
+        paired = student.ppf(0.975, pairs[1]) * pairs[0] / math.sqrt(n)
+        out.append(f"seeds{f' at {rung}' if rung else ''}: one run's loss deviates by {single[0]:.4f} (all arms, "
+                   f"{single[1]} degrees of freedom); a difference of two means of {n} is known to ± {interval:.4f} "
+                   f"(95%), taken seed by seed to ± {paired:.4f}")
+    return out
+
+
+def _spread(groups: Sequence[np.ndarray]) -> tuple[float, int] | None:
+    """(standard deviation within the groups, its degrees of freedom)."""
+    degrees = sum(len(group) - 1 for group in groups if len(group))
+    squares = sum(float(((group - group.mean()) ** 2).sum()) for group in groups if len(group))
+    return (math.sqrt(squares / degrees), degrees) if degrees else None
 
 
 def _half_width(values: np.ndarray) -> float:
@@ -246,7 +275,7 @@ def markdown(sweep: Sweep, results: Sequence[Result], rows: Sequence[Row]) -> st
     table = columns(sweep, rows) | timing(rows)
     lines = [f"# {sweep.question}", "", "| " + " | ".join(table) + " |", "|" + " --- |" * len(table)]
     lines += ["| " + " | ".join(cells) + " |" for cells in zip(*table.values())]
-    lines += ["", NOTE, ""] + [f"- {line}" for line in provenance(sweep, results)]
+    lines += ["", NOTE, ""] + [f"- {line}" for line in (*seed_noise(rows), *provenance(sweep, results))]
     lost = [f"- {r.run.arm.name}, seed {r.run.seed}: {r.status}: {r.reason}" for r in results if r.reason]
     lines += ["", "Runs that did not come to a good end:", "", *lost] if lost else []
     lines += ["", f"Published: {sweep.published}"] if sweep.published else []

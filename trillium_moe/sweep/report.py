@@ -11,7 +11,17 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from trillium_moe.sweep import figures
-from trillium_moe.sweep.gather import NOTE, Result, Row, columns, config_hash, provenance, summarise, timing
+from trillium_moe.sweep.gather import (
+    NOTE,
+    Result,
+    Row,
+    columns,
+    config_hash,
+    provenance,
+    seed_noise,
+    summarise,
+    timing,
+)
 from trillium_moe.sweep.ladder import ladder_figure, ladder_table
 from trillium_moe.sweep.plan import Sweep
 from trillium_moe.train.report import png
@@ -75,7 +85,7 @@ def _page(sweep: Sweep, results: Sequence[Result], rows: Sequence[Row], shown: M
         "cards": "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in _cards(rows)),
         "plates": "\n".join(plates),
         "sample": _runs(results),
-        "facts": "<br>".join(html.escape(line) for line in provenance(sweep, results)),
+        "facts": "<br>".join(html.escape(line) for line in (*seed_noise(rows), *provenance(sweep, results))),
         "config": _config(sweep),
     }
     page = PAGE
