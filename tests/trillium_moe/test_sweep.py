@@ -274,6 +274,12 @@ def test_runs_that_take_turns_step_one_after_the_other(toy, tmp_path):
     assert table(sweep, tmp_path / "turns") == table(sweep, tmp_path / "alone")
 
 
+def test_a_worker_takes_turns_where_the_command_says_so(toy, tmp_path):
+    argv = ["--sweep=configs/ablations/main.py:seeds=1,steps=3,probe=", f"--workdir={tmp_path / 'x'}", "--only=1"]
+    assert main([*argv, f"--turn={tmp_path / 'turn'}"]) == 0 and (tmp_path / "turn").exists()
+    assert json.loads((tmp_path / "x/runs/residual_none/seed0/outcome.json").read_text())["status"] == "finished"
+
+
 STUB = """
 import json, os, pathlib, signal, sys, time
 work = pathlib.Path([a for a in sys.argv if a.startswith("--workdir=")][0][10:])
