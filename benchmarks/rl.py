@@ -1,112 +1,146 @@
-"""Reinforcement learning on one GPU: python -m benchmarks.rl --workdir=runs/rl_bench [--arms=lookup,objectives]
+"""Reinforcement learning on one GPU: python -m benchmarks.rl --workdir=runs/rl_bench [--arms=lookup,k25-lag4]
 
-    read_page, lookup, flaky, calculator   RL from format SFT
-    objectives  k25 and grpo with rollouts that serve one update, and five (read_page)
-    noise       verdicts turned around with probability 0.1 and 0.2 (read_page)
-    long        trajectories beyond 64K tokens: a policy of short ones goes on where 33,000 numbers precede a value
-    effort      format SFT that reads the effort (flaky), from there
-    low, high, max   one expert each, and
-    distilled   one model from all three
+    read_page, lookup, flaky, calculator, memory   RL from format SFT
+    k25-lag4, grpo-lag0, grpo-lag4   the other objective, and rollouts that serve five updates; k25 with rollouts that
+                serve one is `lookup` itself, whose SFT they begin with
+    noise0.1, noise0.2   verdicts turned around with this probability (lookup, from its SFT)
+    short, long trajectories beyond 64K tokens: a policy of short ones goes on where 33,000 words precede every value
+    effort      format SFT that shows efforts, and traces that give up (flaky, one key, 7 calls)
+    low, high, max   one expert each, from `effort`, with token budgets
+    distilled   one model from all three, from `effort`
 
-Every arm is a run of experiments.rl, resumed where it was stopped; `--seeds` of each. One line a run. Processes with
-arms or seeds of their own may share a workdir: the experts need `effort` and `distilled` needs them.
+Every arm is a run of experiments.rl, resumed where it was stopped, for each of `--seeds`; a line each. Processes with
+arms or seeds of their own may share a workdir; who begins with another arm's policy waits for it. `--scale=cpu` takes
+the small model and rollouts of configs/rl.py.
 """
 
 import argparse
 import dataclasses
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 
 from configs.rl import get_config
 from trillium_moe.config import check_choice
-from trillium_moe.config_files import from_config_dict
+from trillium_moe.config_files import from_config_dict, load_config
 from trillium_moe.rl.config import RLConfig
 from trillium_moe.rl.loop import train
 from trillium_moe.rl.report import bounds, sft_only
 from trillium_moe.rl.run import Run
+from trillium_moe.train import checkpoint
 from trillium_moe.train.metrics import read_metrics
 
-ENVS = ("read_page", "lookup", "flaky", "calculator")
-EFFORTS = {"low": 0.6, "high": 1.0, "max": 2.0}  # tau of each
-ARMS = (*ENVS, "objectives", "noise", "long", "effort", *EFFORTS, "distilled")
+ENVS = {"read_page": "read_page", "lookup": "lookup", "flaky": "flaky", "calculator": "calculator",
+        "memory": "memory:facts=3:budget=6"}  # fmt: skip
+VARIANTS = {  # of `lookup`
+    "k25-lag4": {"rollout": {"lag": 4}},
+    "grpo-lag0": {"objective": {"name": "grpo", "std": True}},
+    "grpo-lag4": {"objective": {"name": "grpo", "std": True}, "rollout": {"lag": 4}},
+    "noise0.1": {"task": {"noise": 0.1}},
+    "noise0.2": {"task": {"noise": 0.2}},
+}
+EFFORTS = {"low": 0.6, "high": 1.1, "max": 2.2}  # tau of each: one, three or all seven calls before an answer
+EFFORT = "flaky:keys=1:busy=0.35:stale=0.35:budget=7"
 LONG = "lookup:hops=2:budget=3"
+ARMS = (*ENVS, *VARIANTS, "short", "long", "effort", *EFFORTS, "distilled")
 
 
-def config_of(options: str, **changes) -> RLConfig:
-    """A config of configs/rl.py at GPU scale without the arm of SFT alone; changes of nested groups are dicts of their
-    fields."""
-    config = from_config_dict(get_config(f"scale=gpu,{options}"), RLConfig)
-    nested = {name: dataclasses.replace(getattr(config, name), **value) if isinstance(value, dict) else value
-              for name, value in changes.items()}
-    return dataclasses.replace(config, **{"sft_only": False} | nested)
+def changed(config, changes: dict):
+    """The config with other values; changes of nested groups are dicts."""
+    own = {name: changed(getattr(config, name), value) if isinstance(value, dict) else value
+           for name, value in changes.items()}  # fmt: skip
+    return dataclasses.replace(config, **own)
 
 
-def run(name: str, config: RLConfig, seeds: list[int], workdir: Path) -> None:
+def config_of(arm: str, workdir: Path, updates: int, scale: str = "gpu", sft: int = 1000) -> RLConfig:
+    """The run of an arm. Directories that it begins with hold {seed}."""
+    base = lambda env: changed(from_config_dict(get_config(f"scale={scale},env={env}"), RLConfig), {
+        "name": arm, "updates": updates, "sft_only": False, "sft": {"steps": sft},
+        "objective": {"kl_anneal": 3 * updates // 4},
+    })  # fmt: skip
+    seed = lambda name: str(workdir / name / "seed{seed}")
+    if arm in ENVS:
+        return base(ENVS[arm])
+    if arm in VARIANTS:
+        return changed(base(ENVS["lookup"]), {"start": seed("lookup") + "/sft"} | VARIANTS[arm])
+    if arm == "short":
+        return changed(base(LONG), {
+            "task": {"envs": tuple(f"{LONG}:prose={n}" for n in (0, 30, 300))}, "row": 1024, "rows": 16,
+            "rollout": {"max_tokens": 1024, "chunks": (24, 128)}, "sft": {"steps": sft // 2},
+        })  # fmt: skip
+    if arm == "long":  # all samples of an update in one micro-batch: a row takes as long as eight
+        return changed(base(f"{LONG}:prose=33000"), {
+            "row": 69_632, "rows": 8, "eval_tasks": 8, "eval_every": 4, "log_every": 1, "start": seed("short"),
+            "rollout": {"groups": 2, "samples": 4, "max_tokens": 69_632, "chunks": (24, 1024)},
+            "objective": {"kl": 0.0},
+        })  # fmt: skip
+    one = {"name": arm, "task": {"efforts": (arm,)}, "eval_tasks": 512, "eval_every": updates // 2}
+    all_ = one | {"task": {"efforts": tuple(EFFORTS)}, "eval_tasks": 512 * len(EFFORTS)}
+    if arm == "effort":  # one update, which nothing uses
+        return changed(base(EFFORT), all_ | {"updates": 1, "sft": {"give_up": 0.5}})
+    start = {"start": seed("effort") + "/sft"}
+    if arm == "distilled":
+        return changed(base(EFFORT), all_ | start | {"objective": {"kl": 0.0}, "teachers": tuple(map(seed, EFFORTS))})
+    return changed(base(EFFORT), one | start | {"effort": {"tau": (EFFORTS[arm],), "anneal": updates // 3}})
+
+
+def run(arm: str, config: RLConfig, seeds: list[int], workdir: Path) -> None:
     """Trains all seeds of one arm and prints them."""
     programs, marks, ends = Run(config), bounds(config), []
     for seed in seeds:
-        folder = workdir / name / f"seed{seed}"
-        start = config.start.format(seed=seed)
-        teachers = tuple(t.format(seed=seed) for t in config.teachers)
-        own = dataclasses.replace(config, seed=seed, start=start, teachers=teachers)
-        same = (start, teachers) == (config.start, config.teachers)
-        train(own, folder, programs if same else None, progress=False)
+        folder = workdir / arm / f"seed{seed}"
+        start, *teachers = (path.format(seed=seed) for path in (config.start, *config.teachers))
+        wait(start, *teachers)
+        own = dataclasses.replace(config, seed=seed, start=start, teachers=tuple(teachers))
+        same = (start, own.teachers) == (config.start, config.teachers)
+        train(own, folder, programs if same else None)
         lines = [m for m in read_metrics(folder) if "heldout/success" in m]
         first, last, other = lines[0], lines[-1], sft_only(folder)
         ends.append(last["heldout/success"])
         efforts = "".join(f"; {e} {last[f'heldout_{e}/success']:.3f} at {last[f'heldout_{e}/tokens']:.1f} tokens"
                           for e in config.task.efforts if f"heldout_{e}/success" in last)
-        print(f"{name:24s} seed {seed}  success {first['heldout/success']:.3f} -> {last['heldout/success']:.3f}"
+        print(f"{arm:12s} seed {seed}  success {first['heldout/success']:.3f} -> {last['heldout/success']:.3f}, greedy "
+              f"{first['greedy/success']:.3f} -> {last['greedy/success']:.3f}"
               + (f" (SFT only {other[-1]['heldout/success']:.3f})" if other else "")
               + f"  calls {first['heldout/calls']:.2f} -> {last['heldout/calls']:.2f}"
-              f"  length {last['heldout/length']:.0f}{efforts}", flush=True)
-    print(f"{name:24s} mean {np.mean(ends):.3f} sd {np.std(ends):.3f}  oracle {marks['oracle_success']:.2f} with "
+              f"  sampled {last['heldout/tokens']:.1f} of {last['heldout/length']:.0f} tokens{efforts}", flush=True)
+    print(f"{arm:12s} mean {np.mean(ends):.3f} sd {np.std(ends):.3f}  oracle {marks['oracle_success']:.2f} with "
           f"{marks['oracle_calls']:.2f} calls, chance {marks['chance']:.3f}", flush=True)
+
+
+def wait(*folders: str) -> None:
+    """Until the runs that others train, or their SFT (RUN/sft), have their last checkpoint."""
+    for folder in map(Path, filter(None, folders)):
+        told = False
+        while not _trained(folder):
+            if not told:
+                print(f"waits for {folder}", file=sys.stderr, flush=True)
+            told = True
+            time.sleep(1)
+
+
+def _trained(folder: Path) -> bool:
+    steps = checkpoint.steps(folder)
+    return bool(steps) and (folder.name == "sft" or steps[-1] >= load_config(folder, RLConfig).updates)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--updates", type=int, default=160)
+    parser.add_argument("--sft", type=int, default=1000, help="steps of format SFT")
+    parser.add_argument("--scale", default="gpu", choices=("gpu", "cpu"))
     args = parser.parse_args()
-    seeds = [int(s) for s in args.seeds.split(",")]
     arms = args.arms.split(",")
     for arm in arms:
         check_choice("--arms", arm, ARMS)
-    go = lambda name, config: run(name, dataclasses.replace(config, updates=args.updates), seeds, args.workdir)
-    start = lambda name: str(args.workdir / name / "seed{seed}")
-    for env in ENVS:
-        if env in arms:
-            go(env, config_of(f"env={env}"))
-    if "objectives" in arms:
-        for objective in ("k25", "grpo"):
-            for lag in (0, 4):
-                std = {"std": objective == "grpo"}
-                go(f"{objective}-lag{lag}", config_of(f"objective={objective}", rollout={"lag": lag}, objective=std))
-    if "noise" in arms:
-        for noise in (0.1, 0.2):
-            go(f"noise{noise}", config_of("", task={"noise": noise}))
-    if "long" in arms:
-        fillers = tuple(f"{LONG}:filler={n}" for n in (0, 30, 300))
-        sizes = {"max_tokens": 1024, "chunks": (24, 128)}
-        short = config_of("", task={"envs": fillers}, rollout=sizes, row=1024, rows=16, sft={"steps": 400})
-        run("short", dataclasses.replace(short, updates=30), seeds[:1], args.workdir)
-        sizes = {"groups": 2, "samples": 4, "max_tokens": 69_632, "chunks": (24, 1024)}
-        long = config_of("", task={"envs": (f"{LONG}:filler=33000",)}, rollout=sizes, row=69_632, rows=1, eval_tasks=8,
-                         start=start("short"))
-        run("long", dataclasses.replace(long, updates=10, eval_every=5), seeds[:1], args.workdir)
-    effort = lambda names, **kw: config_of("env=flaky", task={"efforts": names}, eval_tasks=384, eval_every=25, **kw)
-    if "effort" in arms:  # one update, which nothing uses
-        run("effort", dataclasses.replace(effort(tuple(EFFORTS)), updates=1), seeds, args.workdir)
-    for name, tau in EFFORTS.items():
-        if name in arms:
-            go(name, effort((name,), effort={"tau": (tau,)}, start=start("effort") + "/sft"))
-    if "distilled" in arms:
-        go("distilled", effort(tuple(EFFORTS), objective={"kl": 0.0}, teachers=tuple(map(start, EFFORTS)),
-                               start=start("effort") + "/sft"))
+    for arm in arms:
+        config = config_of(arm, args.workdir, args.updates, args.scale, args.sft)
+        run(arm, config, [int(s) for s in args.seeds.split(",")], args.workdir)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,16 @@ def test_configs_resolve(options):
     assert from_config_dict(get_config(options).to_dict(), RLConfig) == config
 
 
-def test_the_benchmark_builds_its_arms():
-    from benchmarks.rl import EFFORTS, LONG, config_of
+def test_the_benchmark_builds_its_arms(tmp_path):
+    from benchmarks.rl import ARMS, ENVS, config_of
 
-    config = config_of("env=flaky", task={"efforts": tuple(EFFORTS)}, teachers=("a", "b"))
-    assert config.task.efforts == ("low", "high", "max") and config.teachers == ("a", "b")
-    long = config_of("", task={"envs": (f"{LONG}:filler=11000",)}, row=90_112, rollout={"max_tokens": 90_112})
-    assert long.row == long.rollout.max_tokens
+    arms = {arm: config_of(arm, tmp_path, updates=60) for arm in ARMS}
+    assert all(c.updates == 60 and not c.sft_only for arm, c in arms.items() if arm != "effort")
+    assert arms["long"].row == arms["long"].rollout.max_tokens > 2 * 33_000 > 1 << 16
+    assert arms["low"].effort.tau < arms["high"].effort.tau < arms["max"].effort.tau
+    assert arms["grpo-lag4"].objective.name == "grpo" and arms["grpo-lag4"].rollout.lag == 4
+    assert arms["distilled"].task.efforts == ("low", "high", "max") and len(arms["distilled"].teachers) == 3
+    for arm, c in arms.items():  # what it begins with is a run of the same model, of an arm that there is
+        for folder in filter(None, (c.start, *c.teachers)):
+            begins = folder.removeprefix(f"{tmp_path}/").split("/")[0]
+            assert arms[begins].model == c.model and arm not in ENVS

@@ -118,11 +118,15 @@ class SFTConfig:
     steps: int = 150
     policy: str = "explorer"  # explorer: valid calls with random choices; oracle: the upper bound
     answers: float = 0.0  # share of traces that are lessons in answering, of which only the answer is learned
+    give_up: float = 0.0  # share of the other traces that end with "none" after 1 to all calls, drawn for each: budgets
+    # need policies that sometimes stop early
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-3, warmup=0.05))
 
     def __post_init__(self):
         check_choice("sft.policy", self.policy, ("explorer", "oracle"))
         check(0 <= self.answers < 1, "sft.answers", self.answers, "must lie in [0, 1): the rest shows the calls")
+        check(0 <= self.give_up <= 1, "sft.give_up", self.give_up, "must lie in [0, 1]")
+        check(not self.give_up or self.policy == "explorer", "sft.give_up", self.give_up, "needs sft.policy='explorer'")
         check(self.steps > 0, "sft.steps", self.steps, "must be greater than 0: RL needs the protocol")
 
 

@@ -186,6 +186,7 @@ class Session:
 # --- policies without a model
 
 Policy = Callable[[Episode], Action]
+GIVE_UP = Answer("none")  # right nowhere, and shorter than another call
 
 
 def oracle(episode: Episode) -> Action:
@@ -197,15 +198,24 @@ def guesser(rng: np.random.Generator) -> Policy:
     return lambda episode: Answer(str(rng.choice(np.asarray(episode.answers))))
 
 
-def explorer(rng: np.random.Generator, stop: float = 0.7) -> Policy:
+def explorer(rng: np.random.Generator, stop: float = 0.7, patience: int = 0) -> Policy:
     """Valid calls with random choices; what a call happened to find is answered with probability `stop` a turn.
 
     The policy of the format traces: it shows the protocol and no strategy.
+
+    Args:
+      patience: calls after which it gives up; 0: it never does.
     """
+    calls = 0
+
     def act(episode: Episode) -> Action:
+        nonlocal calls
         found = episode.known()
         if found is not None and rng.random() < stop:
             return Answer(found)
+        if patience and calls == patience:
+            return GIVE_UP
+        calls += 1
         return episode.explore(rng)
     return act
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from trillium_moe.rl import batch, env
-from trillium_moe.rl.config import RLConfig
+from trillium_moe.rl.config import RLConfig, SFTConfig
 from trillium_moe.rl.env import Session
 from trillium_moe.rl.protocol import Protocol, Turn
 from trillium_moe.rl.rollout import Rollout
@@ -53,12 +53,20 @@ def traces(config: RLConfig, rollout: Rollout, start: int) -> Iterator[Part]:
         session = rollout.session(t)
         rng = np.random.default_rng([config.seed, number, 7])
         lesson = rng.random() < config.sft.answers
-        policy = env.helped(rng) if lesson else env.oracle if config.sft.policy == "oracle" else env.explorer(rng)
+        policy = env.helped(rng) if lesson else traced(config.sft, rng, session.episode.budget)
         parts = trace(session, policy, rollout.protocol, t.effort, config.rollout.max_tokens)
         number += 1
         if lesson:
             parts = only_last(parts) if session.end == "answer" else []
         yield from parts
+
+
+def traced(c: SFTConfig, rng: np.random.Generator, budget: int) -> env.Policy:
+    """The policy of a trace that is no lesson."""
+    if c.policy == "oracle":
+        return env.oracle
+    tired = c.give_up and rng.random() < c.give_up
+    return env.explorer(rng, patience=int(rng.integers(1, budget + 1)) if tired else 0)
 
 
 def only_last(parts: list[Part]) -> list[Part]:

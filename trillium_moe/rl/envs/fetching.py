@@ -10,7 +10,7 @@ from trillium_moe.config import check
 from trillium_moe.rl.env import Environment, Episode, register
 from trillium_moe.rl.envs.pages import VALUES
 from trillium_moe.rl.protocol import Action, Answer, Call, Param, Tool
-from trillium_moe.rl.vocabulary import N_NUMBERS, NAMES
+from trillium_moe.rl.vocabulary import N_NUMBERS, NAMES, TOPICS
 
 
 class _Lookup(Episode):
@@ -27,6 +27,8 @@ class _Lookup(Episode):
         self.parameters = (self.path[0], self.path[1] % 10)
         self.at, self.results = 0, []
         self.filler = [str(i) for i in rng.integers(0, N_NUMBERS, env.filler)]
+        if env.prose:
+            self.filler += [TOPICS[i] for i in rng.integers(0, len(TOPICS), env.prose)]
 
     def call(self, call: Call) -> str:
         key = int(call.args[0])
@@ -58,6 +60,7 @@ class Lookup(Environment):
     hops: int = 3
     budget: int = 5
     filler: int = 0  # numbers before every value, for long trajectories
+    prose: int = 0  # words before every value, none of them a number
 
     def __post_init__(self):
         check(1 <= self.hops <= 16, "env lookup hops", self.hops, "must lie in [1, 16]")
