@@ -121,6 +121,24 @@ def test_budget_errors_and_claims():
     assert session.errors == {"unsupported_claim": 1} and session.success == 0
 
 
+def test_patience_ends_a_search():
+    env = make_env("flaky:keys=1:busy=0.35:stale=0.35:budget=7")
+    success = []
+    for patience in (1, 3, 7):
+        played = [play(Session(env.episode(i)), explorer(np.random.default_rng(i), 1.0, patience)) for i in range(400)]
+        assert all(s.end == "answer" and s.calls <= patience for s in played)
+        assert all(s.success == 1 or s.calls == patience and not s.errors.get("unsupported_claim") for s in played)
+        success.append(np.mean([s.success for s in played]))
+    assert np.allclose(success, [0.3, 1 - 0.7**3, 1], atol=0.08)  # the last call of the budget always works
+
+
+def test_words_before_a_value_are_no_numbers():
+    episode = make_env("lookup:hops=2:prose=3000").episode(4)
+    key, value = map(str, episode.path[:2])
+    words = episode.call(Call("get", (key,))).split()
+    assert words[3000:] == ["key", key, "value", value] and not any(word.isdigit() for word in words[:3000])
+
+
 def test_compaction_drops_the_context():
     noted = 0
     for seed in range(8):

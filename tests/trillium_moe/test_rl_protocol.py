@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trillium_moe.rl.config import SFTConfig
 from trillium_moe.rl.env import Session, helped, make_env
 from trillium_moe.rl.protocol import (
     AFTER_FINAL,
@@ -20,7 +21,7 @@ from trillium_moe.rl.protocol import (
     Protocol,
     Tool,
 )
-from trillium_moe.rl.sft import ahead, only_last, trace
+from trillium_moe.rl.sft import ahead, only_last, trace, traced
 from trillium_moe.rl.vocabulary import WORDS, WordTokenizer
 
 P = Protocol(WordTokenizer())
@@ -104,6 +105,22 @@ def test_of_a_lesson_in_answering_the_answer_alone_is_learned():
         (part,) = only_last(parts)
         learned = [t for t, m in zip(part.tokens, part.mask) if m]
         assert session.success == 1 and P.parse(learned, session.episode.tools).action == Answer(session.episode.value)
+
+
+def test_traces_give_up_after_any_number_of_calls():
+    rng = np.random.default_rng(0)
+    env = make_env("flaky:keys=1:busy=0.35:stale=0.35:budget=7")
+    def ends(give_up):
+        played = [Session(env.episode(seed)) for seed in range(600)]
+        for session in played:
+            trace(session, traced(SFTConfig(give_up=give_up), rng, 7), P, "", 192)
+        return [s.calls for s in played if s.end == "answer" and not s.success]
+
+    assert not ends(0.0)
+    calls = np.bincount(ends(1.0), minlength=8)
+    # given up after c calls: c drawn, 1 of 7, and none of them fresh, 0.7 each; the seventh always is
+    expected = 600 / 7 * 0.7 ** np.arange(8)
+    assert calls[0] == calls[7] == 0 and np.all(abs(calls - expected)[1:7] < 4 * np.sqrt(expected[1:7]))
 
 
 def test_items_made_ahead_are_the_same_and_errors_come_through():

@@ -204,16 +204,16 @@ def explorer(rng: np.random.Generator, stop: float = 0.7, patience: int = 0) -> 
     The policy of the format traces: it shows the protocol and no strategy.
 
     Args:
-      patience: calls after which it gives up; 0: it never does.
+      patience: calls after which it answers, or gives up if it found nothing; 0: it never gives up.
     """
     calls = 0
 
     def act(episode: Episode) -> Action:
         nonlocal calls
-        found = episode.known()
-        if found is not None and rng.random() < stop:
+        found, spent = episode.known(), 0 < patience <= calls
+        if found is not None and (rng.random() < stop or spent):
             return Answer(found)
-        if patience and calls == patience:
+        if spent:
             return GIVE_UP
         calls += 1
         return episode.explore(rng)
