@@ -1,11 +1,12 @@
 """Reinforcement learning on one GPU: python -m benchmarks.rl --workdir=runs/rl_bench [--arms=lookup,k25-lag4]
 
-    read_page, lookup, flaky, calculator, memory   RL from format SFT
+    read_page, lookup, flaky, calculator, aggregate   RL from format SFT
     k25-lag4, grpo-lag0, grpo-lag4   the other objective, and rollouts that serve five updates; k25 with rollouts that
                 serve one is `lookup` itself, whose SFT they begin with
     noise0.1, noise0.2   verdicts turned around with this probability (lookup, from its SFT)
-    short, long trajectories beyond 64K tokens: a policy of short ones goes on where 33,000 words precede every value
-    effort      format SFT that shows efforts, and traces that give up (flaky, one key, 7 calls)
+    short, mid, far, long   up to 300, 3,000, 10,000 and 33,000 words precede each of two values or more, each from the
+                policy before: `long` learns from trajectories beyond 64K tokens
+    effort      format SFT that names efforts, and traces that give up after any number of calls (flaky, one key)
     low, high, max   one expert each, from `effort`, with token budgets
     distilled   one model from all three, from `effort`
 
@@ -32,8 +33,13 @@ from trillium_moe.rl.run import Run
 from trillium_moe.train import checkpoint
 from trillium_moe.train.metrics import read_metrics
 
-ENVS = {"read_page": "read_page", "lookup": "lookup", "flaky": "flaky", "calculator": "calculator",
-        "memory": "memory:facts=3:budget=6"}  # fmt: skip
+ENVS = {  # steps of SFT until the copying of what was read is learned, updates, weight of the pull at first
+    "read_page": ("read_page", 600, 280, 0.08),  # its index is of no use until it is followed: a longer pull
+    "lookup": ("lookup", 1000, 140, 0.06),
+    "flaky": ("flaky", 1200, 160, 0.06),
+    "calculator": ("calculator", 2000, 180, 0.06),
+    "aggregate": ("aggregate:docs=3:budget=4", 1200, 160, 0.06),
+}
 VARIANTS = {  # of `lookup`
     "k25-lag4": {"rollout": {"lag": 4}},
     "grpo-lag0": {"objective": {"name": "grpo", "std": True}},
@@ -41,10 +47,15 @@ VARIANTS = {  # of `lookup`
     "noise0.1": {"task": {"noise": 0.1}},
     "noise0.2": {"task": {"noise": 0.2}},
 }
-EFFORTS = {"low": 0.6, "high": 1.1, "max": 2.2}  # tau of each: one, three or all seven calls before an answer
+EFFORTS = {"low": 0.6, "high": 1.3, "max": 2.5}  # tau of each: one, three or all seven calls before an answer
 EFFORT = "flaky:keys=1:busy=0.35:stale=0.35:budget=7"
-LONG = "lookup:hops=2:budget=3"
-ARMS = (*ENVS, *VARIANTS, "short", "long", "effort", *EFFORTS, "distilled")
+LONG = "lookup:hops=2:budget=3:left=1"
+ROADS = {  # begins with, words before a value, longest trajectory, groups, updates, held-out tasks
+    "mid": ("short", (1000, 3000), 10_240, 8, 12, 32),
+    "far": ("mid", (10_000,), 32_768, 8, 10, 32),
+    "long": ("far", (33_000,), 69_632, 4, 40, 16),
+}
+ARMS = (*ENVS, *VARIANTS, "short", *ROADS, "effort", *EFFORTS, "distilled")
 
 
 def changed(config, changes: dict):
@@ -54,36 +65,41 @@ def changed(config, changes: dict):
     return dataclasses.replace(config, **own)
 
 
-def config_of(arm: str, workdir: Path, updates: int, scale: str = "gpu", sft: int = 1000) -> RLConfig:
-    """The run of an arm. Directories that it begins with hold {seed}."""
-    base = lambda env: changed(from_config_dict(get_config(f"scale={scale},env={env}"), RLConfig), {
-        "name": arm, "updates": updates, "sft_only": False, "sft": {"steps": sft},
-        "objective": {"kl_anneal": 3 * updates // 4},
-    })  # fmt: skip
+def config_of(arm: str, workdir: Path, scale: str = "gpu", updates: int = 0, sft: int = 0) -> RLConfig:
+    """The run of an arm; `updates` and `sft`: other numbers of them. Directories that it begins with hold {seed}."""
+    def base(env, steps, n, kl=0.06, anneal=0.75):
+        n = updates or n
+        return changed(from_config_dict(get_config(f"scale={scale},env={env}"), RLConfig), {
+            "name": arm, "updates": n, "sft_only": False, "sft": {"steps": sft or steps},
+            "objective": {"kl": kl, "kl_anneal": max(1, int(anneal * n))},
+        })  # fmt: skip
+
     seed = lambda name: str(workdir / name / "seed{seed}")
     if arm in ENVS:
-        return base(ENVS[arm])
+        return base(*ENVS[arm], anneal=1.0 if arm == "read_page" else 0.75)
     if arm in VARIANTS:
-        return changed(base(ENVS["lookup"]), {"start": seed("lookup") + "/sft"} | VARIANTS[arm])
+        return changed(base(*ENVS["lookup"]), {"start": seed("lookup") + "/sft"} | VARIANTS[arm])
+    words = lambda *n: {"envs": tuple(f"{LONG}:prose={i}" for i in n)}
+    sizes = lambda n, *chunks: {"max_tokens": n, "chunks": chunks}
     if arm == "short":
-        return changed(base(LONG), {
-            "task": {"envs": tuple(f"{LONG}:prose={n}" for n in (0, 30, 300))}, "row": 1024, "rows": 16,
-            "rollout": {"max_tokens": 1024, "chunks": (24, 128)}, "sft": {"steps": sft // 2},
-        })  # fmt: skip
-    if arm == "long":  # all samples of an update in one micro-batch: a row takes as long as eight
-        return changed(base(f"{LONG}:prose=33000"), {
-            "row": 69_632, "rows": 8, "eval_tasks": 8, "eval_every": 4, "log_every": 1, "start": seed("short"),
-            "rollout": {"groups": 2, "samples": 4, "max_tokens": 69_632, "chunks": (24, 1024)},
-            "objective": {"kl": 0.0},
-        })  # fmt: skip
-    one = {"name": arm, "task": {"efforts": (arm,)}, "eval_tasks": 512, "eval_every": updates // 2}
-    all_ = one | {"task": {"efforts": tuple(EFFORTS)}, "eval_tasks": 512 * len(EFFORTS)}
+        return changed(base(LONG, 400, 20), {
+            "task": words(0, 30, 300), "row": 1024, "rows": 16, "rollout": sizes(1024, 24, 128)})
+    if arm in ROADS:  # wide micro-batches: a row takes as long as eight
+        before, n, length, groups, steps, tasks = ROADS[arm]
+        return changed(base(LONG, 400, steps, kl=0.0), {
+            "task": words(*n), "row": length, "rows": 8, "start": seed(before), "eval_every": 8, "log_every": 1,
+            "rollout": {"groups": groups, "samples": 4} | sizes(length, 24, 1024), "eval_tasks": tasks,
+            "optim": {"lr": 1e-3}})
+    names = (arm,) if arm in EFFORTS else tuple(EFFORTS)
+    config = base(EFFORT, 600, 80, kl=0.0 if arm == "distilled" else 0.06)
+    config = changed(config, {"task": {"efforts": names}, "eval_tasks": 512 * len(names),
+                              "eval_every": config.updates // 2, "sft": {"give_up": 0.5}})  # fmt: skip
     if arm == "effort":  # one update, which nothing uses
-        return changed(base(EFFORT), all_ | {"updates": 1, "sft": {"give_up": 0.5}})
-    start = {"start": seed("effort") + "/sft"}
+        return changed(config, {"updates": 1})
+    config = changed(config, {"start": seed("effort") + "/sft"})
     if arm == "distilled":
-        return changed(base(EFFORT), all_ | start | {"objective": {"kl": 0.0}, "teachers": tuple(map(seed, EFFORTS))})
-    return changed(base(EFFORT), one | start | {"effort": {"tau": (EFFORTS[arm],), "anneal": updates // 3}})
+        return changed(config, {"teachers": tuple(map(seed, EFFORTS))})
+    return changed(config, {"effort": {"tau": (EFFORTS[arm],), "anneal": config.updates // 3}})
 
 
 def run(arm: str, config: RLConfig, seeds: list[int], workdir: Path) -> None:
@@ -131,15 +147,15 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--seeds", default="0,1")
-    parser.add_argument("--updates", type=int, default=160)
-    parser.add_argument("--sft", type=int, default=1000, help="steps of format SFT")
     parser.add_argument("--scale", default="gpu", choices=("gpu", "cpu"))
+    parser.add_argument("--updates", type=int, default=0, help="of every arm; 0: the arm's own number")
+    parser.add_argument("--sft", type=int, default=0, help="steps of SFT of every arm; 0: the arm's own number")
     args = parser.parse_args()
     arms = args.arms.split(",")
     for arm in arms:
         check_choice("--arms", arm, ARMS)
     for arm in arms:
-        config = config_of(arm, args.workdir, args.updates, args.scale, args.sft)
+        config = config_of(arm, args.workdir, args.scale, args.updates, args.sft)
         run(arm, config, [int(s) for s in args.seeds.split(",")], args.workdir)
 
 

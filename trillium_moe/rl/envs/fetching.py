@@ -25,7 +25,7 @@ class _Lookup(Episode):
         self.question = f"follow {self.path[0]} hops {env.hops}"
         self.budget = env.budget
         self.parameters = (self.path[0], self.path[1] % 10)
-        self.at, self.results = 0, []
+        self.at, self.results, self.counts = 0, [], env.left > 0
         self.filler = [str(i) for i in rng.integers(0, N_NUMBERS, env.filler)]
         if env.prose:
             self.filler += [TOPICS[i] for i in rng.integers(0, len(TOPICS), env.prose)]
@@ -34,7 +34,8 @@ class _Lookup(Episode):
         key = int(call.args[0])
         self.at += self.at < len(self.path) - 1 and key == self.path[self.at]
         self.results.append(self.next_of[key])
-        return " ".join([*self.filler, f"key {key} value {self.next_of[key]}"])
+        left = [f"left {len(self.path) - 1 - self.at}"] if self.counts else []
+        return " ".join([*self.filler, f"key {key} value {self.next_of[key]}", *left])
 
     def verify(self, answer: str) -> float:
         return float(answer == str(self.path[-1]))
@@ -61,9 +62,11 @@ class Lookup(Environment):
     budget: int = 5
     filler: int = 0  # numbers before every value, for long trajectories
     prose: int = 0  # words before every value, none of them a number
+    left: int = 0  # 1: the tool says how many hops are left, so that what to do next stands in its last words
 
     def __post_init__(self):
         check(1 <= self.hops <= 16, "env lookup hops", self.hops, "must lie in [1, 16]")
+        check(0 <= self.left <= 1, "env lookup left", self.left, "must be 0 or 1")
         check(self.budget >= self.hops, "env lookup budget", self.budget, f"must be at least hops={self.hops}")
 
     def draw(self, rng: np.random.Generator) -> Episode:
