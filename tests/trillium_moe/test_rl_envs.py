@@ -132,11 +132,14 @@ def test_patience_ends_a_search():
     assert np.allclose(success, [0.3, 1 - 0.7**3, 1], atol=0.08)  # the last call of the budget always works
 
 
-def test_words_before_a_value_are_no_numbers():
-    episode = make_env("lookup:hops=2:prose=3000").episode(4)
-    key, value = map(str, episode.path[:2])
-    words = episode.call(Call("get", (key,))).split()
-    assert words[3000:] == ["key", key, "value", value] and not any(word.isdigit() for word in words[:3000])
+def test_words_before_a_value_are_no_numbers_and_hops_are_counted():
+    episode = make_env("lookup:hops=2:prose=3000:left=1").episode(4)
+    first, second, last = map(str, episode.path)
+    other = next(str(i) for i in range(100) if str(i) not in (first, second))
+    for key, value, left in ((other, None, "2"), (first, second, "1"), (first, second, "1"), (second, last, "0")):
+        words = episode.call(Call("get", (key,))).split()
+        assert words[3000:3002] == ["key", key] and words[3004:] == ["left", left]
+        assert value in (None, words[3003]) and not any(word.isdigit() for word in words[:3000])
 
 
 def test_compaction_drops_the_context():
