@@ -38,7 +38,7 @@ ENVS = {  # steps of SFT until the copying of what was read is learned, updates,
     "lookup": ("lookup", 1000, 140, 0.06),
     "flaky": ("flaky", 1200, 160, 0.06),
     "calculator": ("calculator", 2000, 180, 0.06),
-    "aggregate": ("aggregate:docs=3:budget=4", 1200, 160, 0.06),
+    "aggregate": ("aggregate:docs=2:budget=2", 1200, 160, 0.06),
 }
 VARIANTS = {  # of `lookup`
     "k25-lag4": {"rollout": {"lag": 4}},
