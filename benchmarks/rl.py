@@ -91,14 +91,15 @@ def config_of(arm: str, workdir: Path, scale: str = "gpu", updates: int = 0, sft
             "rollout": {"groups": groups, "samples": 4} | sizes(length, 24, 1024), "eval_tasks": tasks,
             "optim": {"lr": 1e-3}})
     names = (arm,) if arm in EFFORTS else tuple(EFFORTS)
-    config = base(EFFORT, 600, 80, kl=0.0 if arm == "distilled" else 0.06)
+    one = arm == "distilled"
+    config = base(EFFORT, 600, 100 if one else 80, kl=0.0 if one else 0.06)
     config = changed(config, {"task": {"efforts": names}, "eval_tasks": 512 * len(names),
                               "eval_every": config.updates // 2, "sft": {"give_up": 0.5}})  # fmt: skip
     if arm == "effort":  # one update, which nothing uses
         return changed(config, {"updates": 1})
     config = changed(config, {"start": seed("effort") + "/sft"})
-    if arm == "distilled":
-        return changed(config, {"teachers": tuple(map(seed, EFFORTS))})
+    if one:  # slowly: at a third of the rate the efforts come apart before giving up is forgotten
+        return changed(config, {"teachers": tuple(map(seed, EFFORTS)), "optim": {"lr": 7e-4}})
     return changed(config, {"effort": {"tau": (EFFORTS[arm],), "anneal": config.updates // 3}})
 
 
