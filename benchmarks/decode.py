@@ -9,6 +9,7 @@ the context, KDA states twice.
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -53,14 +54,16 @@ def random_weights(config: ModelConfig) -> forward.Weights:
 
 def cache_at(config: ModelConfig, batch: int, context: int, latents: str = "") -> Cache:
     """A cache whose sequences hold `context` tokens and have room for 64 more."""
-    abstract = abstract_cache(config, batch, context + 64, latents)
+    abstract = abstract_cache(config, batch, context + 64, latents, mtp=bool(config.n_mtp))
     check_memory(abstract, jax.devices()[0])
 
     def fill(x):
         # one random block, repeated: random numbers for all of it would need as much memory again
-        part = jnp.asarray(np.random.default_rng(0).normal(size=x.shape[-2:]), jnp.float32)
+        *lead, n, width = x.shape
+        block = math.gcd(n, 1024)
+        part = jnp.asarray(np.random.default_rng(0).normal(size=(block, width)), jnp.float32)
         part = (part * (30 if x.dtype == jnp.int8 else 0.5)).astype(x.dtype)
-        return jax.jit(lambda p: jnp.broadcast_to(p, x.shape))(part)
+        return jax.jit(lambda p: jnp.broadcast_to(p, (*lead, n // block, block, width)).reshape(x.shape))(part)
 
     rest = jax.tree.map(fill, abstract._replace(length=()))
     return rest._replace(length=jnp.full(batch, context, jnp.int32))
@@ -92,11 +95,13 @@ def decode_args(config: ModelConfig, weights, cache, steps: int):
 
 
 def compile_decode(config: ModelConfig, weights, batch: int, context: int, steps: int, latents: str):
-    """The program and the seconds it took, from shapes alone: several can compile at once."""
+    """The program and the seconds it took, from shapes alone: several can compile at once. A model with a
+    multi-token-prediction layer verifies a proposal in every step."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
-    cache = abstract_cache(config, batch, context + 64, latents)
+    cache = abstract_cache(config, batch, context + 64, latents, mtp=bool(config.n_mtp))
     start = time.perf_counter()
-    run = engine._decode.lower(*decode_args(config, shapes, cache, steps)).compile()
+    program = engine._speculate if config.n_mtp else engine._decode
+    run = program.lower(*decode_args(config, shapes, cache, steps)).compile()
     return run, time.perf_counter() - start
 
 

@@ -5,6 +5,7 @@ engines get the same requests and must give the same tokens.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -18,9 +19,9 @@ from trillium_moe.infer.generate import load_model
 from trillium_moe.infer.sampling import Sampling
 
 
-def measure(model, speculate: bool, prompts, n_tokens: int, temperature: float, repeats: int):
+def measure(model, config, speculate: bool, prompts, n_tokens: int, temperature: float, repeats: int):
     sizes = EngineConfig(len(prompts), len(prompts[0]) + n_tokens, chunks=(64,), steps=8, speculate=speculate)
-    engine = Engine(model.config.model, model.params, model.router_bias, sizes)
+    engine = Engine(config, model.params, model.router_bias, sizes)
     seconds, out = [], None
     for _ in range(repeats + 1):
         slots = [engine.open() for _ in prompts]
@@ -48,19 +49,23 @@ def main(argv=None):
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 0.8])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compute", default="", help="dtype to serve in; by default that of the run")
     args = parser.parse_args(argv)
     model = load_model(args.workdir)
     config = model.config
+    served = config.model
+    if args.compute:
+        served = dataclasses.replace(served, dtypes=dataclasses.replace(served.dtypes, compute=args.compute))
     texts = make_source(config.data).split(config.data.heldout)[1]
     for n in args.sequences:
         prompts = [model.tokenizer.encode(texts[i])[:64].tolist() for i in range(n)]
         prompts = [p for p in prompts if len(p) == 64]
         for temperature in args.temperatures:
             run = (prompts, args.tokens, temperature, args.repeats)
-            a, slow, _ = measure(model, False, *run)
-            b, fast, accepted = measure(model, True, *run)
-            row = {"sequences": len(prompts), "temperature": temperature, "same_tokens": a == b,
-                   "accepted": round(accepted, 3), "tokens_per_s": round(slow, 1),
+            a, slow, _ = measure(model, served, False, *run)
+            b, fast, accepted = measure(model, served, True, *run)
+            row = {"sequences": len(prompts), "compute": served.dtypes.compute, "temperature": temperature,
+                   "same_tokens": a == b, "accepted": round(accepted, 3), "tokens_per_s": round(slow, 1),
                    "speculative_tokens_per_s": round(fast, 1), "speed_up": round(fast / slow, 2)}
             print(json.dumps(row), flush=True)
 

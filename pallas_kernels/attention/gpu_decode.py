@@ -96,6 +96,9 @@ def _attend(
     q = plgpu.load(latent_ref.at[b, h[:, None], r[None]], mask=mask, other=0.0)
     q_rope = plgpu.load(q_ref.at[b, h[:, None], N + rope[None]], mask=mask, other=0.0)
     n, first = length_ref[b], run * blocks * BLOCK
+    # of the new token, on the way while old keys are visited
+    c, dtype = plgpu.load(kv_ref.at[b, r]).astype(f32), cache_ref.dtype
+    norm, key = plgpu.load(norm_ref.at[r]), plgpu.load(kv_ref.at[b, R + rope])
 
     def visit(i, carry):
         top, total, out = carry
@@ -116,10 +119,8 @@ def _attend(
 
     # the new token, whose place no other program reads; without one an empty sequence still has finite outputs
     mine = (n < C) & (n >= first) & (n < first + blocks * BLOCK)
-    c, dtype = plgpu.load(kv_ref.at[b, r]).astype(f32), cache_ref.dtype
     c = (c * jax.lax.rsqrt(jnp.sum(c * c) / R + eps)).astype(dtype).astype(f32)
-    c = (c * plgpu.load(norm_ref.at[r]).astype(dtype).astype(f32)).astype(dtype)
-    key = plgpu.load(kv_ref.at[b, R + rope])
+    c = (c * norm.astype(dtype).astype(f32)).astype(dtype)
 
     @pl.when(mine & (active_ref[b] != 0))
     def _():

@@ -125,8 +125,8 @@ def experts(
     *,
     activation: Activation = Activation(),
     implementation: str | None = None,
-) -> Float[Array, "M L"]:
-    """sum_e p_e activation(z w_gate_e, z w_up_e) w_down_e of every row, at least float32.
+) -> Float[Array, "G M L"]:
+    """sum_e p_e activation(z w_gate_e, z w_up_e) w_down_e of every row, at least float32, as G sums to be added up.
 
     The weight multiplies the activation before it is rounded to z' dtype. Experts that no row takes are not read, and
     adding their zeros would change no bit: a row's result does not depend on other rows.
@@ -138,3 +138,25 @@ def experts(
     implementations = {"xla": xla.experts, "pallas_gpu": pallas_gpu.experts}
     weights = w_gate_ELF, w_up_ELF, w_down_EFL
     return dispatch("few_rows.experts", implementations, implementation, z_ML, p_EM, *weights, activation)
+
+
+def join(
+    parts_GML: Float[Array, "G M L"],
+    norm_L: Float[Array, " L"] | None,
+    norm_eps: float,
+    gate_MS: Float[Array, "M S"],
+    up_MS: Float[Array, "M S"],
+    *,
+    activation: Activation = Activation(),
+    implementation: str | None = None,
+) -> Float[Array, "M _"]:
+    """[rms_norm(sum of parts) norm, activation(gate, up)] of every row: what leads back to the model's width.
+
+    Args:
+      parts_GML: from `experts`; their sum is rounded to gate's dtype before the norm, and so is what is normed.
+      norm_L: None: no norm.
+      implementation: see `pallas_kernels.dispatch`.
+    """
+    implementations = {"xla": xla.join, "pallas_gpu": pallas_gpu.join}
+    args = parts_GML, norm_L, norm_eps, gate_MS, up_MS, activation
+    return dispatch("few_rows.join", implementations, implementation, *args)

@@ -3,7 +3,8 @@
     linear      a program per 16 or 32 columns, which reads all of x; no sum is split, so none is added up afterwards
     route       a warp per row
     experts     two kernels: activations (a program per expert and some hidden channels), and the way back (a program
-                per group of experts and some channels; groups are added up by whoever reads the result)
+                per group of experts and some channels)
+    join        a program per row, which adds up the groups
 
 Groups of experts are fixed, so that no row's sums depend on what other rows take.
 """
@@ -19,6 +20,7 @@ from pallas_kernels.dispatch import is_hopper
 
 MOST_ROWS = 64  # with more, products with every expert cost more than reading them
 GROUPS = 32  # of experts
+WIDEST_SUM = 1024  # that a program adds up over all groups in registers
 
 # columns, block, stages and warps of `linear` for I inputs and O columns, where they beat the usual ones; on an H200
 LINEAR = {
@@ -214,9 +216,10 @@ def experts(
     channels=64,
     warps=4,
     stages=4,
+    back_stages=3,
     interpret=False,
 ):
-    """`api.experts`.
+    """`api.experts`. The product back is turned: a weight's channels are what a warpgroup's instruction takes 64 of.
 
     Raises:
       NotImplementedError: anything but bfloat16, widths that are multiples of 64, at most 64 rows, on a Hopper GPU.
@@ -235,14 +238,15 @@ def experts(
         interpret=interpret,
     )(z_ML, p_EM, w_gate_ELF, w_up_ELF)
     some = pl.cdiv(E, GROUPS)
+    back_block = 128 if F % 128 == 0 else 64
     return pl.pallas_call(
-        functools.partial(_back, M, _tile(M), E, F, block, channels, some),
+        functools.partial(_back, M, _tile(M), E, F, back_block, channels, some),
         grid=(L // channels, pl.cdiv(E, some)),
         out_shape=jax.ShapeDtypeStruct((pl.cdiv(E, some), M, L), f32),
-        compiler_params=params,
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=back_stages),
         name="few_rows_experts_out",
         interpret=interpret,
-    )(hidden_EMF, p_EM, w_down_EFL).sum(0)
+    )(hidden_EMF, p_EM, w_down_EFL)
 
 
 def _tanh(x):
@@ -291,9 +295,50 @@ def _back(M, tile, E, F, block, channels, some, hidden_ref, p_ref, down_ref, out
         at = group * some + jnp.sum(jnp.where(active & (rank == nth), slot, 0))
         k = part * block + jnp.arange(block)
         hidden = plgpu.load(hidden_ref.at[at, rows[:, None], k[None]], mask=(rows < M)[:, None], other=0.0)
-        return acc + _dot(hidden, plgpu.load(down_ref.at[at, pl.ds(part * block, block), own]))
+        return acc + _dot(plgpu.load(down_ref.at[at, pl.ds(part * block, block), own]), hidden, (0, 1))
 
     total = jnp.sum(active.astype(jnp.int32)) * steps
-    acc = jax.lax.fori_loop(0, total, step, jnp.zeros((tile, channels), f32))
+    acc = jax.lax.fori_loop(0, total, step, jnp.zeros((channels, tile), f32))
     at = l * channels + jnp.arange(channels)
-    plgpu.store(out_ref.at[group, rows[:, None], at[None]], acc, mask=(rows < M)[:, None])
+    plgpu.store(out_ref.at[group, rows[:, None], at[None]], acc.T, mask=(rows < M)[:, None])
+
+
+# --- join
+
+
+def join(parts_GML, norm_L, norm_eps, gate_MS, up_MS, activation, *, warps=8, interpret=False):
+    """`api.join`.
+
+    Raises:
+      NotImplementedError: anything but bfloat16 gates and sums of at most 1,024, at most 64 rows, on a Hopper GPU.
+    """
+    (G, M, L), S = parts_GML.shape, gate_MS.shape[1]
+    _check(interpret, gate_MS, up_MS)
+    if parts_GML.dtype != f32 or L > WIDEST_SUM or not S:
+        raise NotImplementedError(
+            f"sums are {parts_GML.dtype}, {L} wide, beside {S}; float32 of at most {WIDEST_SUM} and some are supported"
+        )
+    args = (parts_GML, gate_MS, up_MS) if norm_L is None else (parts_GML, gate_MS, up_MS, norm_L.astype(f32))
+    return pl.pallas_call(
+        lambda *refs: _join(G, L, S, norm_eps, activation, *refs[:3], None if norm_L is None else refs[3], refs[-1]),
+        grid=(M,),
+        out_shape=jax.ShapeDtypeStruct((M, L + S), bf16),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        name="few_rows_join",
+        interpret=interpret,
+    )(*args)
+
+
+def _join(G, L, S, eps, activation, parts_ref, gate_ref, up_ref, norm_ref, out_ref):
+    m = pl.program_id(0)
+    g, l, s = (jnp.arange(pl.next_power_of_2(n)) for n in (G, L, S))
+    rounded = lambda x: x.astype(bf16).astype(f32)
+    parts = plgpu.load(parts_ref.at[g[:, None], m, l[None]], mask=(g < G)[:, None] & (l < L)[None], other=0.0)
+    gate, up = (plgpu.load(ref.at[m, s], mask=s < S, other=0.0).astype(f32) for ref in (gate_ref, up_ref))
+    u = rounded(jnp.sum(parts, axis=0))
+    if norm_ref is not None:
+        u = rounded(u * jax.lax.rsqrt(jnp.sum(u * u) / L + eps))
+        u = u * rounded(plgpu.load(norm_ref.at[l], mask=l < L, other=0.0))
+    plgpu.store(out_ref.at[m, l], u.astype(bf16), mask=l < L)
+    hidden = activation(gate, up, tanh=_tanh, sigmoid=_sigmoid)
+    plgpu.store(out_ref.at[m, L + s], hidden.astype(bf16), mask=s < S)

@@ -51,4 +51,15 @@ def experts(z_ML, p_EM, w_gate_ELF, w_up_ELF, w_down_EFL, activation):
     wide = jnp.promote_types(z_ML.dtype, jnp.float32)
     gate, up = (jnp.einsum("ml,elf->emf", z_ML, w).astype(wide) for w in (w_gate_ELF, w_up_ELF))
     hidden = (p_EM[..., None] * activation(gate, up)).astype(z_ML.dtype)
-    return jnp.einsum("emf,efl->ml", hidden, w_down_EFL, preferred_element_type=wide)
+    return jnp.einsum("emf,efl->ml", hidden, w_down_EFL, preferred_element_type=wide)[None]
+
+
+def join(parts_GML, norm_L, norm_eps, gate_MS, up_MS, activation):
+    """`api.join`."""
+    wide = jnp.promote_types(gate_MS.dtype, jnp.float32)
+    u = parts_GML.sum(0).astype(gate_MS.dtype)
+    if norm_L is not None:
+        y, norm_L = u.astype(wide), norm_L.astype(u.dtype)
+        u = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm_eps)).astype(u.dtype) * norm_L
+    hidden = activation(gate_MS.astype(wide), up_MS.astype(wide)).astype(u.dtype)
+    return jnp.concatenate([u, hidden], axis=-1)

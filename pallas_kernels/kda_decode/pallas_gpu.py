@@ -14,6 +14,7 @@ from pallas_kernels.dispatch import is_hopper
 from pallas_kernels.kda_decode.step import advance, decay_logits, finish, prepare
 
 WIDTHS = (32, 64, 128)
+RUN = 64  # inputs of the decay's projection that are multiplied at a time
 
 f32 = jnp.float32
 
@@ -103,9 +104,14 @@ def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
             new = unless_idle(window[c + 1][i], window[c][i]).astype(taps_ref.dtype)
             plgpu.store(taps_ref.at[b, c, i, h, channels], new)
     if "decay_up" in inputs:  # all of it asked for before the state is: its registers are free again when that comes
-        r = jnp.arange(inputs["decay_up"].shape[1])
-        up = plgpu.load(inputs["decay_up"].at[h * K + channels[:, None], r[None]]).astype(f32)
-        z = jnp.sum(up * plgpu.load(inputs["decay"].at[b, r]).astype(f32)[None], axis=1)
+        # in runs narrower than the state: of its shape, both would get the layout that suits numbers of two bytes, and
+        # the state would go through shared memory to get its own again
+        R = inputs["decay_up"].shape[1]
+        run, z = min(RUN, R), 0.0
+        for start in range(0, R, run):
+            r = start + jnp.arange(run)
+            up = plgpu.load(inputs["decay_up"].at[h * K + channels[:, None], r[None]]).astype(f32)
+            z += jnp.sum(up * plgpu.load(inputs["decay"].at[b, r]).astype(f32)[None], axis=1)
     else:
         z = wide("decay", b, h)
     state = plgpu.load(inputs["state"].at[b, h, channels[:, None], channels[None]])  # in flight during what follows

@@ -13,7 +13,7 @@ from pallas_kernels.expert_ffn.activation import Activation
 from pallas_kernels.few_rows import pallas_gpu, xla
 
 interpreted = {name: functools.partial(getattr(pallas_gpu, name), interpret=True)
-               for name in ("linear", "heads", "route", "experts")}  # fmt: skip
+               for name in ("linear", "heads", "route", "experts", "join")}  # fmt: skip
 HOW = pytest.mark.parametrize("how", ["xla", "pallas_gpu"])
 
 
@@ -87,7 +87,7 @@ def test_experts_are_a_loop_over_choices(how, activation):
     for m, chosen in enumerate(([0, 2, 69], [2, 33, 35], [35, 34, 68])):
         p[chosen, m] = [0.5, 0.3, 0.2]
     w = normal(E, L, F, seed=1, std=0.2), normal(E, L, F, seed=2, std=0.2), normal(E, F, L, seed=3, std=0.2)
-    got = op(how, "experts")(z, jnp.asarray(p), *w, activation)
+    got = op(how, "experts")(z, jnp.asarray(p), *w, activation).sum(0)
     want = np.zeros((M, L))
     for e, m in np.argwhere(p):
         gate, up = (exact(z)[m] @ exact(x)[e] for x in w[:2])
@@ -108,7 +108,20 @@ def test_a_row_is_the_same_in_any_company():
     other[[2, 16], 1:] = 0.5
     run = jax.jit(lambda z, p: interpreted["experts"](z, p, *w, Activation()))
     scaled = z * jnp.array([[1], [3], [5], [7]], z.dtype)
-    np.testing.assert_array_equal(run(z, jnp.asarray(p))[0], run(scaled, jnp.asarray(other))[0])
+    np.testing.assert_array_equal(run(z, jnp.asarray(p))[:, 0], run(scaled, jnp.asarray(other))[:, 0])
+
+
+@HOW
+@pytest.mark.parametrize("normed", [True, False])
+def test_parts_are_joined_with_the_shared_experts(how, normed):
+    parts, (gate, up) = normal(5, 3, 96, dtype=jnp.float32, std=3.0), (normal(3, 40, seed=n) for n in (1, 2))
+    norm = normal(96, seed=3, dtype=jnp.float32) if normed else None
+    got = op(how, "join")(parts, norm, 1e-5, gate, up, Activation("swiglu"))
+    u, gate, up = exact(parts).sum(0), exact(gate), exact(up)
+    if normed:
+        u = u / np.sqrt((u**2).mean(-1, keepdims=True) + 1e-5) * exact(norm)
+    assert got.dtype == jnp.bfloat16
+    assert error(got[:, :96], u) < 6e-3 and error(got[:, 96:], gate / (1 + np.exp(-gate)) * up) < 4e-3
 
 
 def test_attention_over_latents():

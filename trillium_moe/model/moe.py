@@ -107,7 +107,7 @@ class MoE(nnx.Module):
         how = few.variant(B * T, c.k, c.n_experts, gather=where is None, packed=c.experts_format == "mxfp4",
                           fused=hasattr(self, "inner") and few.fuses(self.config))
         x = x_BTD if where and how == "grouped" else x_BTD.reshape(-1, D)
-        z, logits, hidden = self._projections(x)
+        z, logits, shared = self._projections(x)
         bias, scores = self.bias[...], jax.nn.sigmoid(logits.reshape(*x.shape[:-1], -1, c.n_experts).sum(-2))
         if how == "fused":
             p_EM = few_rows.route(logits, bias, k=c.k, scale=float(c.routed_scale))
@@ -121,8 +121,9 @@ class MoE(nnx.Module):
             implementation = "xla" if where else c.router_implementation or None
             found = route(scores, bias, k=c.k, scale=c.routed_scale, implementation=implementation)
             u = getattr(few, how)(self.config, z, found.weights_MK, found.experts_MK, self.weights())
-        y = self._packed_output(u, hidden, x.dtype) if hasattr(self, "inner") else self.output(x, u)
-        return y.reshape(x_BTD.shape)
+        if not hasattr(self, "inner"):
+            return self.output(x, u).reshape(x_BTD.shape)
+        return self._packed_output(u if how == "fused" else u[None], *shared).reshape(x_BTD.shape)
 
     def pack(self) -> None:
         """For generation on one device: one matrix for all that multiplies x (`pallas_kernels.few_rows`), one for what
@@ -141,27 +142,29 @@ class MoE(nnx.Module):
         for name in (*latent, *(["shared"] if c.n_shared else []), "router"):
             delattr(self, name)
 
-    def _projections(self, x) -> tuple[Array, Array, Array | None]:
-        """What experts take, router logits (packed: that add up), and (packed only) the shared experts' activations."""
+    def _projections(self, x) -> tuple[Array, Array, list[Array]]:
+        """What experts take, router logits (packed: that add up), and (packed only) the shared experts' gate and up."""
         c, M = self.config.moe, x.shape[0]
         if not hasattr(self, "inner"):
-            return linear(x, self.down) if c.latent_dim else x, self.logits(x), None
+            return linear(x, self.down) if c.latent_dim else x, self.logits(x), []
         E, parts = c.n_experts, few_rows.exact_parts(x.dtype)
         sizes = [c.latent_dim] if c.latent_dim else []
         sizes += [c.n_shared * c.expert_dim] * 2 if c.n_shared else []
         dtypes = (*[x.dtype] * len(sizes), wide(x).dtype)
         *rest, logits = few_rows.linear(x, self.inner[...], (*sizes, parts * E), dtypes)
         z = rest.pop(0) if c.latent_dim else x
-        hidden = activate(self.config, *rest) if c.n_shared else jnp.zeros((M, 0), x.dtype)
-        return z, logits, hidden
+        return z, logits, rest or [jnp.zeros((M, 0), x.dtype)] * 2
 
-    def _packed_output(self, u, hidden, dtype):
-        """`output` of packed weights."""
-        c, D, u = self.config.moe, self.config.d_model, u.astype(dtype)
+    def _packed_output(self, parts_GML, gate, up):
+        """`output` of packed weights, from the shared experts' gate and up and routed experts' sums, to be added up."""
+        c, D = self.config.moe, self.config.d_model
         if not c.latent_dim:
+            u = parts_GML.sum(0).astype(gate.dtype)
+            hidden = activate(self.config, gate, up)
             return u + few_rows.linear(hidden, self.outer[...], (D,))[0] if c.n_shared else u
-        u = rms_norm(u, self.norm[...], self.config.norm_eps) if c.latent_norm else u
-        return few_rows.linear(jnp.concatenate([u, hidden], axis=-1), self.outer[...], (D,))[0]
+        norm = self.norm[...] if c.latent_norm else None
+        joined = few_rows.join(parts_GML, norm, self.config.norm_eps, gate, up, activation=activation(self.config))
+        return few_rows.linear(joined, self.outer[...], (D,))[0]
 
     def output(self, x: Float[Array, "*b D"], u: Float[Array, "*b L"]) -> Float[Array, "*b D"]:
         """Mixed experts back in the model's width, and the shared ones."""
