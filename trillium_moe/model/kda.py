@@ -114,7 +114,7 @@ class KDA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Recurrent]:
         """Continues sequences by the first n tokens of each row; see `trillium_moe.infer.forward.extend`.
 
-        undecided: return the state before and after every token, [B, T + 1, H, K, V], and the inputs of all, for
+        undecided: return the state before and after every token, T + 1 of [B, H, K, V], and the inputs of all, for
           `settled` to choose from.
         """
         if x_BTD.shape[1] == 1 or undecided:
@@ -154,7 +154,7 @@ class KDA(nnx.Module):
         y = self.project(jnp.stack(out, axis=1))
         if not undecided:
             return y, Recurrent(states[-1], taps)
-        return y, Recurrent(jnp.stack(states, axis=1), jnp.concatenate([past.taps, inputs], axis=1))
+        return y, Recurrent(tuple(states), jnp.concatenate([past.taps, inputs], axis=1))
 
     def pack(self) -> None:
         """For generation on one device: one matrix for all that multiplies x (`pallas_kernels.few_rows`)."""
@@ -240,9 +240,10 @@ def _last(window_BT, n_B, size):
 
 def settled(past: Recurrent, n_B: Int[Array, " B"]) -> Recurrent:
     """The state after the first n tokens of an undecided extension."""
-    T = past.state.shape[1] - 1
-    state = jnp.take_along_axis(past.state, n_B[:, None, None, None, None], axis=1)[:, 0]
-    return Recurrent(state, _last(past.taps, n_B, past.taps.shape[1] - T))
+    state, *later = past.state
+    for t, after in enumerate(later):
+        state = jnp.where((n_B > t)[:, None, None, None], after, state)
+    return Recurrent(state, _last(past.taps, n_B, past.taps.shape[1] - len(later)))
 
 
 def _heads(x_BTD, w_DHK):
