@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ import numpy as np
 
 from benchmarks.traces import kernel_times
 from configs.scales import SCALES
+from pallas_kernels import few_rows
 from trillium_moe.config import ConfigError, ModelConfig
 from trillium_moe.infer import engine, forward
 from trillium_moe.infer.sampling import Settings
@@ -84,6 +86,24 @@ def step_bytes(config: ModelConfig, weights: forward.Weights, cache: Cache, cont
 
 def _kinds(config):
     return [name for pair in zip(config.mixers, config.ffns) for name in pair]
+
+
+def experts_taken(config: ModelConfig, weights, batch: int, context: int, steps: int, latents: str) -> float:
+    """Experts of a layer that some token takes, on average over layers and the steps that are timed, where kernels for
+    few rows serve; nan elsewhere. Needs a CPU backend beside the GPU's: JAX_PLATFORMS=cuda,cpu if it is set."""
+    counts, experts = [], few_rows.experts
+
+    def counted(z_ML, p_EM, *args, **kwargs):
+        jax.debug.callback(lambda taken: counts.append(int(taken)), (p_EM > 0).any(1).sum())
+        return experts(z_ML, p_EM, *args, **kwargs)
+
+    jax.clear_caches()  # of layers that were traced without the count
+    with mock.patch.object(few_rows, "experts", counted):
+        args = decode_args(config, weights, cache_at(config, batch, context, latents), steps)
+        jax.block_until_ready(jax.jit(engine._decode.__wrapped__, static_argnums=(0, 1, 2))(*args))
+        jax.effects_barrier()
+    jax.clear_caches()
+    return float(np.mean(counts)) if counts else float("nan")
 
 
 def decode_args(config: ModelConfig, weights, cache, steps: int):
@@ -191,6 +211,8 @@ def main(argv=None):
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--limit", type=float, default=20.0, help="seconds of prefill beyond which chunks are sampled")
     parser.add_argument("--trace", type=int, default=0, help="print kernels by time of this many of the programs")
+    parser.add_argument("--count", action="store_true", help="also count the experts that tokens take, batch 32")
+    parser.add_argument("--mtp", action="store_true", help="also a step that verifies a proposal, at batch 1")
     parser.add_argument("--kda", action="store_true", help="also the KDA layers alone, by context")
     args = parser.parse_args(argv)
     config = dataclasses.replace(SCALES[args.scale](), scan_layers=False)
@@ -210,11 +232,21 @@ def main(argv=None):
         if args.kda:
             kda_weights = random_weights(kda_only)
             kda_cells = submit(pool, kda_only, kda_weights, [(32, args.context[0])], settings)
+        if args.mtp:
+            with_mtp = dataclasses.replace(config, n_mtp=1)
+            mtp_weights = random_weights(with_mtp)
+            mtp_cells = submit(pool, with_mtp, mtp_weights, [(1, args.context[0])], settings)
     time_cells(config, weights, cells, settings, "decode", args.trace)
     if args.kda:
         program = kda_cells[32, args.context[0]]  # nothing in it depends on the context's length
         cells = {(32, context): program for context in args.context}
         time_cells(kda_only, kda_weights, cells, settings, "kda layers alone", 0)
+    if args.mtp:  # of its floor nothing is said: the layer's own experts are not counted
+        time_cells(with_mtp, mtp_weights, mtp_cells, settings, "a proposal verified", 0)
+    if args.count:
+        taken = experts_taken(config, weights, 32, args.context[0], *settings)
+        expected = config.moe.n_experts * (1 - (1 - config.moe.k / config.moe.n_experts) ** 32)
+        print(f"experts taken by 32 tokens: {taken:.1f} of {config.moe.n_experts}, {expected:.1f} expected", flush=True)
     if args.prefill:
         time_prefill(config, weights, prefill.result(), args.prefill, args.chunk, args.limit)
 
