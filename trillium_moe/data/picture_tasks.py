@@ -2,6 +2,7 @@
 
     digits    handwritten digits: 1,797 of scikit-learn, enlarged (extra `vision`)
     numbers   a printed digit in some font
+    letters   one to three letters at random, to begin with
     words     a printed word; the fonts and the words of the held-out split are not those of the training split
     lines     two or three short words, one below the other
     shapes    coloured shapes: how many, where, which colour
@@ -17,27 +18,23 @@ on in more than the random numbers wherever that is possible: other handwriting,
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from trillium_moe.config import ConfigError, ImagesConfig, check, check_choice
+from trillium_moe.data.picture_text import Fonts, some_letters, some_word, varied, written
 
-HELD_FONTS = ("STIXGeneral", "cmss10")  # families that no training picture is set in
-_FONT_NAMES = re.compile(r"DejaVu(Sans|SansMono|Serif)(-(Bold|Oblique|Italic|BoldOblique|BoldItalic))?$|"
-                         r"cm(r|b|tt|ti|ss)10$|STIXGeneral$")
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (235, 200, 40),
            "purple": (150, 60, 180), "black": (20, 20, 20)}
 SHAPES = ("circle", "square", "triangle")
 TURNS = 3  # questions about a training scene of shapes
-ALL_COUNTS = 0.7  # share of those scenes whose shapes are counted all at once
+ALL_AT_ONCE = 0.7  # share of those scenes whose shapes are counted all at once, and of those told all their colours
 
 
 @dataclass(frozen=True)
@@ -58,96 +55,20 @@ class Example:
 Task = Callable[[np.random.Generator, bool], Example]
 
 
-# --- fonts and words
+# --- text
 
 
-class Fonts:
-    """The fonts of a folder, by split. Every fifth is held out where none of HELD_FONTS is there."""
-
-    def __init__(self, folder: str = ""):
-        if folder:
-            files = sorted(Path(folder).expanduser().glob("*.ttf"))
-            check(len(files) > 1, "images.fonts", folder, "holds fewer than two *.ttf files; name a folder of fonts")
-        else:
-            import matplotlib
-
-            every = Path(matplotlib.get_data_path(), "fonts", "ttf").glob("*.ttf")
-            files = sorted(f for f in every if _FONT_NAMES.match(f.stem))
-        held = [f for f in files if f.stem in HELD_FONTS] or files[::5]
-        self.files = {True: held, False: [f for f in files if f not in held]}
-
-    def draw(self, rng: np.random.Generator, held: bool, low: int, high: int) -> ImageFont.FreeTypeFont:
-        """A font of the split, of a size of low to high pixels."""
-        files = self.files[held]
-        return _font(str(files[rng.integers(len(files))]), int(rng.integers(low, high + 1)))
-
-
-@functools.cache
-def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(path, size)
-
-
-@functools.cache
-def words() -> dict[bool, tuple[str, ...]]:
-    """Lower-case words of 3 to 8 letters from the running Python's own reference text, a tenth of them held out.
-
-    A word's hash decides, so every version of Python holds out the same words.
-    """
-    text = " ".join(importlib.import_module("pydoc_data.topics").topics.values())
-    found = sorted(set(re.findall(r"(?<![A-Za-z_.])[a-z]{3,8}(?![A-Za-z_(])", text)))
-    held = lambda word: hashlib.sha256(word.encode()).digest()[0] < 26
-    return {side: tuple(w for w in found if held(w) == side) for side in (True, False)}
-
-
-def _word(rng: np.random.Generator, held: bool) -> str:
-    """A word; in training half of them are random letters, so that spelling cannot be guessed from the language."""
-    if not held and rng.random() < 0.5:
-        return "".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(3, 9)))
-    known = words()[held]
-    return known[rng.integers(len(known))]
-
-
-def _ink(rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(paper, ink): one light, one dark, either way round."""
-    light, dark = rng.integers(190, 256, 3), rng.integers(0, 90, 3)
-    pair = (tuple(light.tolist()), tuple(dark.tolist()))
-    return pair if rng.random() < 0.7 else pair[::-1]
-
-
-def _written(rng: np.random.Generator, lines: list[str], font: ImageFont.FreeTypeFont, bent: bool) -> Image.Image:
-    """Text on a picture that is a few pixels larger than it, at a random place; perhaps a little turned, slanted and
-    shrunk, which stands for fonts that were never seen."""
-    paper, ink = _ink(rng)
-    boxes = [font.getbbox(line) for line in lines]
-    step = 28 * -(-max(box[3] - box[1] + 4 for box in boxes) // 28)  # pixels from line to line
-    width = 28 * -(-(max(box[2] - box[0] for box in boxes) + 4) // 28)
-    image = Image.new("RGB", (width, step * len(lines)), paper)
-    draw = ImageDraw.Draw(image)
-    for i, (line, box) in enumerate(zip(lines, boxes)):
-        free = width - (box[2] - box[0]), step - (box[3] - box[1])
-        x, y = (int(rng.integers(1, max(2, n))) for n in free)
-        draw.text((x - box[0], i * step + y - box[1]), line, fill=ink, font=font)
-    return _bent(rng, image, paper) if bent else image
-
-
-def _bent(rng: np.random.Generator, image: Image.Image, paper: tuple[int, ...]) -> Image.Image:
-    """The picture under a random linear map about its centre."""
-    slant, (x, y) = rng.uniform(-0.25, 0.25), np.exp(rng.uniform(-0.03, 0.15, 2))
-    turn = rng.uniform(-0.1, 0.1) * min(1, 56 / image.width)  # a long line would leave the picture
-    cos, sin, centre = np.cos(turn), np.sin(turn), np.array(image.size) / 2
-    back = np.array([[cos, -sin], [sin, cos]]) @ np.array([[x, slant * x], [0, y]])  # from the new picture to the old
-    shift = centre - back @ centre
-    return image.transform(image.size, Image.Transform.AFFINE, (*back[0], shift[0], *back[1], shift[1]),
-                           Image.Resampling.BILINEAR, fillcolor=paper)
-
-
-def make_words(fonts: Fonts, lines: int) -> Task:
+def make_words(fonts: Fonts, name: str) -> Task:
     def task(rng, held):
-        font = fonts.draw(rng, held, 14, 20)
-        texts = [_word(rng, held) for _ in range(1 if lines == 1 else rng.integers(2, lines + 1))]
-        name = "words" if lines == 1 else "lines"
-        bent = not held and rng.random() < 0.5
-        return Example((_written(rng, texts, font, bent),), "read: ", " ".join(texts), name)
+        if name == "letters":
+            texts = [some_letters(rng, 1, 3)]
+        else:
+            texts = [some_word(rng, held) for _ in range(1 if name == "words" else rng.integers(2, 4))]
+        if held:
+            image = written(rng, texts, fonts.draw(rng, True, 14, 20))
+        else:
+            image = varied(rng, texts, fonts, 13, 21)
+        return Example((image,), "read: ", " ".join(texts), name)
 
     return task
 
@@ -155,7 +76,7 @@ def make_words(fonts: Fonts, lines: int) -> Task:
 def make_numbers(fonts: Fonts) -> Task:
     def task(rng, held):
         digit = str(rng.integers(10))
-        return Example((_written(rng, [digit], fonts.draw(rng, held, 16, 26), False),), "digit? ", digit, "numbers")
+        return Example((written(rng, [digit], fonts.draw(rng, held, 16, 26)),), "digit? ", digit, "numbers")
 
     return task
 
@@ -195,8 +116,9 @@ def _shape(draw: ImageDraw.ImageDraw, kind: str, colour: tuple, x: int, y: int, 
 def shapes(rng: np.random.Generator, held: bool) -> Example:
     """Counts are 1 to 5, places one of four quarters, colours one of six: all equally often.
 
-    A scene of the training split is asked about up to TURNS times, often for the numbers of all three kinds at once: it
-    takes tens of thousands of pictures to tell the kinds apart, and the more is said of each, the fewer.
+    A scene of the training split is asked about up to TURNS times, often for the numbers or the colours of all three
+    kinds at once: it takes tens of thousands of pictures to tell the kinds apart, and the more is said of each, the
+    fewer.
     """
     pick = lambda options: options[rng.integers(len(options))]
     asked, others, question = pick(SHAPES), list(SHAPES), ("count", "count", "position", "colour")[rng.integers(4)]
@@ -210,16 +132,14 @@ def shapes(rng: np.random.Generator, held: bool) -> Example:
     questions = _questions(kinds, centres)
     if (question, asked) not in questions:  # neither left nor right, or neither top nor bottom
         return shapes(rng, held)
-    prompt, answer = questions.pop((question, asked))
     if held:
-        return Example((image,), prompt, answer, question)
-    if rng.random() < ALL_COUNTS:
-        numbers = "counts? ", " ".join(str(sum(kind == shape for kind, _ in kinds)) for shape in SHAPES)
-        questions = {key: value for key, value in questions.items() if key[0] != "count"}
-        if question == "count":
-            prompt, answer = numbers
-        else:
-            questions["counts", ""] = numbers
+        return Example((image,), *questions[question, asked], question)
+    for about, prompt in (("count", "counts? "), ("colour", "colours? ")):
+        own = [questions.get((about, shape), ("", "-"))[1] for shape in SHAPES]
+        if rng.random() < ALL_AT_ONCE and set(own) != {"-"}:
+            questions = {key: value for key, value in questions.items() if key[0] != about}
+            questions[about, ""] = prompt, " ".join(own)
+    prompt, answer = questions.pop((question, asked if (question, asked) in questions else ""))
     rest = list(questions.values())
     more = tuple(rest[i] for i in rng.permutation(len(rest))[: TURNS - 1])
     return Example((image,), prompt, answer, question, more)
@@ -387,8 +307,8 @@ def make_task(name: str, config: ImagesConfig) -> Task:
             return make_digits()
         case "numbers":
             return make_numbers(Fonts(config.fonts))
-        case "words" | "lines":
-            return make_words(Fonts(config.fonts), 1 if name == "words" else 3)
+        case "letters" | "words" | "lines":
+            return make_words(Fonts(config.fonts), name)
         case "charts":
             return make_charts(Fonts(config.fonts))
         case "photos":
@@ -400,7 +320,7 @@ def make_task(name: str, config: ImagesConfig) -> Task:
     return {"shapes": shapes, "boards": boards, "svg": svg}[name]
 
 
-TASKS = ("digits", "numbers", "words", "lines", "shapes", "charts", "boards", "svg", "photos", "captions")
+TASKS = ("digits", "numbers", "letters", "words", "lines", "shapes", "charts", "boards", "svg", "photos", "captions")
 
 
 def task_weights(config: ImagesConfig) -> dict[str, float]:

@@ -28,7 +28,7 @@ import numpy as np
 
 from trillium_moe.config import Config, ImagesConfig, VisionConfig, check
 from trillium_moe.data.images import patches_of, places_of, to_clip
-from trillium_moe.data.packing import Documents, Row, build_row, mix64
+from trillium_moe.data.packing import Documents, Row, build_row
 from trillium_moe.data.picture_tasks import Example, Task, make_task, task_weights
 from trillium_moe.data.tokenizer import Tokenizer
 from trillium_moe.model.vision import FRAME, SAMPLE
@@ -106,7 +106,7 @@ def no_pictures(room: Room) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Drawer:
-    """Documents of the tasks that a config names, as a pure function of numbers."""
+    """Documents of the tasks that a config names."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self.config, self.tokenizer = config, tokenizer
@@ -114,12 +114,8 @@ class Drawer:
         self.tasks: dict[str, Task] = {name: make_task(name, config.images) for name in weights}
         self.edges = np.cumsum(list(weights.values())) / sum(weights.values())
 
-    def example(self, held: bool, *key: int) -> Example:
-        """One of the mixture, from the numbers of `key`."""
-        seed = int(held)
-        for part in key:
-            seed = mix64(seed ^ (part & ((1 << 64) - 1)))
-        rng = np.random.default_rng(seed)
+    def example(self, rng: np.random.Generator, held: bool) -> Example:
+        """One of the mixture."""
         name = list(self.tasks)[int(np.searchsorted(self.edges, rng.random(), side="right"))]
         return self.tasks[name](rng, held)
 
@@ -135,10 +131,10 @@ class PictureRows:
         self.seed, self.pad_id = config.seed, tokenizer.pad_id
 
     def __getitem__(self, index: int) -> Row:
-        documents, tokens, patches, failed, number = [], 0, 0, 0, 0
+        documents, tokens, patches, failed = [], 0, 0, 0
+        rng = np.random.default_rng([self.seed, index])
         while failed < TRIES:
-            document = self.drawer.encode(self.drawer.example(False, self.seed, index, number))
-            number += 1
+            document = self.drawer.encode(self.drawer.example(rng, False))
             n, p = len(document.ids), len(document.patches)
             check(self.room.holds(n, p), "data.seq_len", self.room.seq_len, "raise it or images.patches: "
                   f"a document of the task {document.task!r} has {n} tokens and {p} patches")
