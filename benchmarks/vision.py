@@ -140,7 +140,9 @@ def compare(found):
 
     first = next(iter(found))
     for arm, runs in found.items():
-        for name in (n for n in runs[0] if n in ("heldout/loss", "seconds", "step") or n.startswith("vision/")):
+        for name in runs[0]:
+            if name not in ("heldout/loss", "step") and not name.startswith("vision/") or name.endswith("_chance"):
+                continue
             values = np.array([run[name] for run in runs])
             line = f"{arm:6} {name:28} {values.mean():9.4f}"
             if arm != first and name in found[first][0]:

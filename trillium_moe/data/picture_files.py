@@ -24,6 +24,7 @@ from trillium_moe.config import ConfigError, ImagesConfig, check
 from trillium_moe.data.images import ImageError, read_image, scaled_size
 
 HELD_OUT = 0.1  # share of the pictures
+NEARER = 0.2  # of a side that a picture shown in training may lack, at most
 
 
 class Captioned(NamedTuple):
@@ -135,7 +136,12 @@ def make_captions(config: ImagesConfig):
 
     def task(rng: np.random.Generator, held: bool) -> Example:
         i = int(rng.integers(len(sides[held])))
-        return Example((picture(held, i),), "caption: ", sides[held][i].text, "captions")
+        image = picture(held, i)
+        if not held:  # a little nearer: a picture is seen many times, never quite the same
+            near = rng.uniform(1 - NEARER, 1, 2) * image.size
+            x, y = rng.random(2) * (image.size - near)
+            image = image.resize(image.size, Image.Resampling.BILINEAR, (x, y, x + near[0], y + near[1]))
+        return Example((image,), "caption: ", sides[held][i].text, "captions")
 
     task.everything = lambda held: (  # type: ignore[attr-defined]
         Example((picture(held, i),), "caption: ", sides[held][i].text, "captions") for i in range(len(sides[held])))
