@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 
 import numpy as np
@@ -10,11 +11,12 @@ from PIL import Image
 
 from trillium_moe.config import Config, ConfigError, DataConfig, ImagesConfig, ModelConfig, VisionConfig
 from trillium_moe.config_files import from_config_dict
-from trillium_moe.data import picture_tasks
+from trillium_moe.data import picture_tasks, picture_text
 from trillium_moe.data.images import ImageError
 from trillium_moe.data.packing import ConcatRows, Documents
 from trillium_moe.data.picture_files import find_captions, make_captions, split_captions
-from trillium_moe.data.picture_tasks import Example, Fonts, make_task, task_weights, words
+from trillium_moe.data.picture_tasks import Example, make_task, task_weights
+from trillium_moe.data.picture_text import HELD_FONTS, Fonts, words
 from trillium_moe.data.pictures import (
     Drawer,
     MixedRows,
@@ -146,7 +148,7 @@ def test_tasks(name):
 def test_held_out_words_and_fonts_are_apart():
     assert not set(words()[True]) & set(words()[False]) and len(words()[True]) > 100
     fonts = Fonts()
-    assert len(fonts.files[False]) > 10 and {f.stem for f in fonts.files[True]} == set(picture_tasks.HELD_FONTS)
+    assert len(fonts.files[False]) > 10 and {f.stem for f in fonts.files[True]} == set(HELD_FONTS)
     task = make_task("words", config_of().images)
     assert {task(np.random.default_rng(i), True).answer for i in range(40)} <= set(words()[True])
 
@@ -174,7 +176,7 @@ def test_a_training_scene_is_asked_about_more_than_once():
     """All numbers at once are those of the blobs in the picture, and no answer is there twice."""
     from scipy import ndimage
 
-    several = 0
+    several = told = 0
     for i in range(60):
         e = picture_tasks.shapes(np.random.default_rng(i), False)
         turns = ((e.prompt, e.answer), *e.more)
@@ -186,17 +188,58 @@ def test_a_training_scene_is_asked_about_more_than_once():
             blobs = ndimage.label((pixels != pixels[0, 0]).any(-1), np.ones((3, 3)))[1]
             assert sum(map(int, counts.split())) == blobs
             assert not {"circles? ", "squares? ", "triangles? "} & set(dict(turns))
-    assert several > 30
+        if (colours := dict(turns).get("colours? ")) is not None:
+            told += 1
+            pixels = np.asarray(e.pictures[0]).reshape(-1, 3).tolist()
+            assert all(list(picture_tasks.COLOURS[c]) in pixels for c in colours.split() if c != "-")
+            if counts is not None:  # told of those that are there once, and of no other
+                assert [c != "-" for c in colours.split()] == [n == "1" for n in counts.split()]
+    assert several > 30 and told > 10
 
 
-def test_bent_words_stay_in_the_picture():
-    """A random map keeps nearly all of the ink, and pictures are as large as they were."""
-    font = Fonts().draw(np.random.default_rng(0), False, 18, 18)
-    for i in range(20):
-        plain, bent = (picture_tasks._written(np.random.default_rng(i), ["letters"], font, b) for b in (False, True))
-        assert plain.size == bent.size and plain.tobytes() != bent.tobytes()
-        ink = [np.abs(np.asarray(p).astype(int) - np.asarray(plain)[0, 0]).sum() for p in (plain, bent)]
-        assert 0.6 < ink[1] / ink[0] < 1.1
+def ink_of(image):
+    """How much each pixel differs from the first, 0 to 1."""
+    pixels = np.asarray(image).astype(int)
+    ink = np.abs(pixels - pixels[0, 0]).sum(-1)
+    return ink / ink.max()
+
+
+def cropped(found):
+    y, x = np.nonzero(found)
+    return found[y.min() : y.max() + 1, x.min() : x.max() + 1]
+
+
+@pytest.mark.parametrize("stem", ["DejaVuSansMono", "cmr10"])
+def test_text_put_together_is_what_pillow_sets(stem, monkeypatch):
+    """Without variation, but for the weight, which moves the edge of a letter by a part of a pixel."""
+    for share in ("BENT", "MIXED", "SPACED"):
+        monkeypatch.setattr(picture_text, share, 0)
+    fonts = Fonts()
+    fonts.files[False] = [f for f in fonts.files[False] if f.stem == stem]
+    font = fonts.draw(np.random.default_rng(0), False, 18, 18)
+    for i in range(4):
+        rng = np.random.default_rng(i)
+        ours, theirs = (cropped(ink_of(image) > 0.5) for image in (
+            picture_text.varied(rng, ["waxy"], fonts, 18, 18), picture_text.written(rng, ["waxy"], font)))
+        assert np.abs(np.subtract(ours.shape, theirs.shape)).max() <= 1
+        ours, theirs = (np.pad(a, ((2, 24 - len(a)), (2, 64 - a.shape[1]))) for a in (ours, theirs))
+        apart = min((np.roll(ours, shift, (0, 1)) != theirs).sum() for shift in itertools.product((-1, 0, 1), repeat=2))
+        assert apart < 0.2 * theirs.sum()
+
+
+def test_varied_text_stays_in_the_picture(monkeypatch):
+    """A random map keeps nearly all of the ink; bare words never touch the first column or the last."""
+    fonts = Fonts()
+    for bent in (0, 1):
+        monkeypatch.setattr(picture_text, "BENT", bent)
+        for i in range(30):
+            rng = np.random.default_rng(i)
+            lines = ["letters", "jumps"][: 1 + i % 2]
+            ink = ink_of(picture_text.varied(rng, lines, fonts, 13, 21))
+            assert ink.shape[0] % 28 == ink.shape[1] % 28 == 0 and ink.shape[0] >= 28 * len(lines)
+            assert 0.02 < ink.mean() < 0.5
+            if not bent:
+                assert not ink[:, 0].any() and not ink[:, -1].any() and not ink[0].any() and not ink[-1].any()
 
 
 def test_weights_and_unknown_tasks():
