@@ -33,8 +33,9 @@ from trillium_moe.data.picture_text import Fonts, some_letters, some_word, varie
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (235, 200, 40),
            "purple": (150, 60, 180), "black": (20, 20, 20)}
 SHAPES = ("circle", "square", "triangle")
-TURNS = 3  # questions about a training scene of shapes
-ALL_AT_ONCE = 0.7  # share of those scenes whose shapes are counted all at once, and of those told all their colours
+ALL_AT_ONCE = 0.7  # share of the training scenes whose shapes are counted all at once, and of those told all colours
+ALONE = 0.4  # share of the training scenes with one shape: easy ones, to begin with
+PLACES = 0.4  # share of those that are asked where a shape is
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _scene(rng: np.random.Generator, kinds: list[tuple[str, str]], side: int = 5
     """Shapes (kind, colour) that do not touch, and their centres in pixels."""
     placed: list[tuple[int, int, int]] = []
     while len(placed) < len(kinds):
-        r = int(rng.integers(5, 9))
+        r = int(rng.integers(6, 11))
         for _ in range(30):
             x, y = rng.integers(r + 1, side - r - 1, 2).tolist()
             if all(max(abs(x - a), abs(y - b)) > r + s + 1 for a, b, s in placed):
@@ -114,17 +115,18 @@ def _shape(draw: ImageDraw.ImageDraw, kind: str, colour: tuple, x: int, y: int, 
 
 
 def shapes(rng: np.random.Generator, held: bool) -> Example:
-    """Counts are 1 to 5, places one of four quarters, colours one of six: all equally often.
+    """Counts are 1 to 4, places one of four quarters, colours one of six: all equally often.
 
-    A scene of the training split is asked about up to TURNS times, often for the numbers or the colours of all three
-    kinds at once: it takes tens of thousands of pictures to tell the kinds apart, and the more is said of each, the
-    fewer.
+    A scene of the training split is asked for numbers and colours, often of all three kinds at once, and some for a
+    place: it takes tens of thousands of pictures to tell the kinds apart, and the more is said of each, the fewer.
     """
     pick = lambda options: options[rng.integers(len(options))]
     asked, others, question = pick(SHAPES), list(SHAPES), ("count", "count", "position", "colour")[rng.integers(4)]
     others.remove(asked)
-    n = int(rng.integers(1, 6)) if question == "count" else 1
-    n_others = rng.integers(0, 6 - n) if question == "count" else rng.integers(1, 4)
+    n = int(rng.integers(1, 5)) if question == "count" else 1
+    n_others = rng.integers(0, 5 - n) if question == "count" else rng.integers(1, 4)
+    if not held and rng.random() < ALONE:
+        n, n_others = 1, 0
     kinds = [(asked, pick(list(COLOURS))) for _ in range(n)]
     kinds += [(pick(others), pick(list(COLOURS))) for _ in range(n_others)]
     kinds = [kinds[i] for i in rng.permutation(len(kinds))]
@@ -134,15 +136,15 @@ def shapes(rng: np.random.Generator, held: bool) -> Example:
         return shapes(rng, held)
     if held:
         return Example((image,), *questions[question, asked], question)
-    for about, prompt in (("count", "counts? "), ("colour", "colours? ")):
-        own = [questions.get((about, shape), ("", "-"))[1] for shape in SHAPES]
-        if rng.random() < ALL_AT_ONCE and set(own) != {"-"}:
-            questions = {key: value for key, value in questions.items() if key[0] != about}
-            questions[about, ""] = prompt, " ".join(own)
-    prompt, answer = questions.pop((question, asked if (question, asked) in questions else ""))
-    rest = list(questions.values())
-    more = tuple(rest[i] for i in rng.permutation(len(rest))[: TURNS - 1])
-    return Example((image,), prompt, answer, question, more)
+    turns = []
+    for about, prompt in (("count", "counts? "), ("colour", "colours? "), ("position", "")):
+        own = {shape: questions[about, shape][1] for shape in SHAPES if (about, shape) in questions}
+        if own and prompt and rng.random() < ALL_AT_ONCE:
+            turns.append((prompt, " ".join(own.get(shape, "-") for shape in SHAPES)))
+        elif own and (prompt or rng.random() < PLACES):
+            turns.append(questions[about, asked if asked in own else pick(list(own))])
+    (prompt, answer), *more = (turns[i] for i in rng.permutation(len(turns)))
+    return Example((image,), prompt, answer, question, tuple(more))
 
 
 def _questions(kinds: list[tuple[str, str]], centres: np.ndarray) -> dict[tuple[str, str], tuple[str, str]]:

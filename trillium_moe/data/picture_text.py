@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,9 +102,9 @@ def some_letters(rng: np.random.Generator, low: int, high: int) -> str:
 
 def _ink(rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(paper, ink): one light, one dark, either way round."""
-    light, dark = rng.integers(190, 256, 3), rng.integers(0, 90, 3)
-    pair = (tuple(light.tolist()), tuple(dark.tolist()))
-    return pair if rng.random() < 0.7 else pair[::-1]
+    levels = rng.random(7).tolist()
+    pair = tuple(190 + int(66 * x) for x in levels[:3]), tuple(int(90 * x) for x in levels[3:6])
+    return pair if levels[6] < 0.7 else pair[::-1]
 
 
 def written(rng: np.random.Generator, lines: Sequence[str], font: ImageFont.FreeTypeFont) -> Image.Image:
@@ -128,46 +129,44 @@ def _sizes(boxes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def varied(rng: np.random.Generator, lines: Sequence[str], fonts: Fonts, low: int, high: int) -> Image.Image:
     """Text in fonts of the training split, at low to high pixels, and in more forms than theirs."""
-    size, path, (how, mixed, bent, pens) = int(rng.integers(low, high + 1)), fonts.path(rng, False), _chances(rng)
-    apart = pens * size if how < SPACED else 0.0
-    pieces = []
+    size, path = int(rng.integers(low, high + 1)), fonts.path(rng, False)
+    spaced, apart, mixed, bent = rng.random(4).tolist()
+    apart = (0.25 * apart - 0.05) * size if spaced < SPACED else 0.0  # pixels between letters
+    set_lines, boxes = [], []
     for line in lines:
-        pen, placed = 0.0, []
+        pen, placed, left, top, right, bottom = 0.0, [], size, size, -size, -size
         for letter in line:
-            glyph = _glyph(fonts.path(rng, False) if mixed < MIXED else path, size, letter)
-            placed.append((round(pen) + glyph.left, glyph.top, glyph.ink))
-            pen += max(glyph.advance + apart, 2.0)
-        pieces.append(placed)
-    edges = [(min(x for x, _, _ in p), min(y for _, y, _ in p), max(x + g.shape[1] for x, _, g in p),
-              max(y + g.shape[0] for _, y, g in p)) for p in pieces]
-    width, step = _sizes([(right - left, bottom - top) for left, top, right, bottom in edges])
-    ink = np.zeros((step * len(lines), width), np.uint8)
-    for i, (placed, (left, top, right, bottom)) in enumerate(zip(pieces, edges)):
-        right_by, down_by = (rng.random(2) * (width - (right - left) - 1, step - (bottom - top) - 1)).astype(int) + 1
-        for x, y, glyph in placed:
-            h, w = glyph.shape
-            y, x = i * step + int(down_by) + y - top, int(right_by) + x - left
-            np.maximum(there := ink[y : y + h, x : x + w], glyph, out=there)
+            ink, beside, above, advance = _glyph(fonts.path(rng, False) if mixed < MIXED else path, size, letter)
+            x = round(pen) + beside
+            placed.append((x, above, ink))
+            left, top = min(left, x), min(top, above)
+            right, bottom = max(right, x + ink.shape[1]), max(bottom, above + ink.shape[0])
+            pen += max(advance + apart, 2.0)
+        set_lines.append((placed, left, top))
+        boxes.append((right - left, bottom - top))
+    width, step = _sizes(boxes)
+    image = np.zeros((step * len(lines), width), np.uint8)
+    for i, ((placed, left, top), (w, h)) in enumerate(zip(set_lines, boxes)):
+        across, down = rng.random(2).tolist()
+        x0, y0 = 1 + int(across * (width - w - 1)) - left, i * step + 1 + int(down * (step - h - 1)) - top
+        for x, y, ink in placed:
+            there = image[y + y0 : y + y0 + ink.shape[0], x + x0 : x + x0 + ink.shape[1]]
+            np.maximum(there, ink, out=there)
     if bent < BENT:
-        ink = np.asarray(_bent(rng, Image.fromarray(ink)))
-    return Image.fromarray(_dyed(rng, ink))
-
-
-def _chances(rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """Three uniform numbers, and a distance between letters as a share of the type's size."""
-    a, b, c, d = rng.random(4).tolist()
-    return a, b, c, 0.25 * d - 0.05
+        image = np.asarray(_bent(rng, Image.fromarray(image)))
+    return Image.fromarray(_dyed(rng, image))
 
 
 def _bent(rng: np.random.Generator, image: Image.Image) -> Image.Image:
     """The picture under a random linear map about its centre: turned, slanted, shrunk."""
-    slant, x, y, turn = rng.uniform((-0.25, -0.03, -0.03, -0.1), (0.25, 0.15, 0.15, 0.1)).tolist()
-    x, y, turn = np.exp(x), np.exp(y), turn * min(1, 56 / image.width)  # a long line would leave the picture
-    cos, sin, centre = np.cos(turn), np.sin(turn), np.array(image.size) / 2
-    back = np.array([[cos, -sin], [sin, cos]]) @ np.array([[x, slant * x], [0, y]])  # from the new picture to the old
-    shift = centre - back @ centre
-    return image.transform(image.size, Image.Transform.AFFINE, (*back[0], shift[0], *back[1], shift[1]),
-                           Image.Resampling.BILINEAR)
+    a, b, c, d = rng.random(4).tolist()
+    slant, x, y = 0.5 * a - 0.25, math.exp(0.18 * b - 0.03), math.exp(0.18 * c - 0.03)
+    turn = (0.2 * d - 0.1) * min(1, 56 / image.width)  # a long line would leave the picture
+    cos, sin = math.cos(turn), math.sin(turn)
+    xx, xy, yx, yy = cos * x, cos * slant * x - sin * y, sin * x, sin * slant * x + cos * y  # new picture to the old
+    w, h = image.width / 2, image.height / 2
+    back = xx, xy, w - xx * w - xy * h, yx, yy, h - yx * w - yy * h
+    return image.transform(image.size, Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
 
 
 @functools.cache
