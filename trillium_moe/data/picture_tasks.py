@@ -34,8 +34,8 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), 
            "purple": (150, 60, 180), "black": (20, 20, 20)}
 SHAPES = ("circle", "square", "triangle")
 ALL_AT_ONCE = 0.7  # share of the training scenes whose shapes are counted all at once, and of those told all colours
-ALONE = 0.4  # share of the training scenes with one shape: easy ones, to begin with
-PLACES = 0.4  # share of those that are asked where a shape is
+ALONE = 0.3  # share of the training scenes with one shape: easy ones, to begin with
+PLACES = 0.5  # share of those that are asked where a shape is
 
 
 @dataclass(frozen=True)
