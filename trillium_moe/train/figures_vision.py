@@ -57,7 +57,8 @@ def picture_plate(said: Sequence[tuple[Example, str]]) -> bytes:
             axes.imshow(picture[0] if isinstance(picture, list) else picture, interpolation="nearest")
             axes.spines[:].set(visible=True, color=GRID)
             right = answer == example.answer
-            lines = textwrap.wrap(f"{textwrap.shorten(example.prompt, 40)} {answer}", 22)[:3]
+            legible = "".join(c if c.isprintable() else "\N{MIDDLE DOT}" for c in answer)
+            lines = textwrap.wrap(f"{textwrap.shorten(example.prompt, 40)} {legible}", 22)[:3]
             axes.set_title("\n".join(lines), fontsize=8.5, color=GOOD if right else BAD, loc="left")
             if not right:
                 axes.annotate(textwrap.shorten(example.answer, 30), (0, -0.06), xycoords="axes fraction", color=MUTED,
