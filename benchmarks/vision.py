@@ -15,6 +15,7 @@ is saved.
 """
 
 import json
+import math
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +120,10 @@ def train(programs, config, flags, say):
             state, metrics = programs.step(state, batch)
             number, batch = number + 1, next(batches)
             if number <= 2 or number % 50 == 0:
-                say(f"step {number} loss {float(metrics['train/loss']):.4f}")  # waits for the step
+                loss = float(metrics["train/loss"])  # waits for the step
+                say(f"step {number} loss {loss:.4f}")
+                if not math.isfinite(loss):
+                    raise RuntimeError(f"the loss is not finite at step {number} or up to 49 before")
             late = bool(flags.seconds) and spent + time.perf_counter() - began > flags.seconds
             if late or (number == steps and not flags.seconds):
                 break
