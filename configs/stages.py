@@ -43,8 +43,8 @@ RECALL_MIXTURES = {
     "8k": MixtureConfig(0.05, 0.0, 0.0, 0.05, 0.9, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=4.0, split=1.0,
                         short_until=0.6),
 } | {
-    name: MixtureConfig(0.03, 0.05, 0.0, 0.02, 0.9, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=4.0)
-    for name in ("64k", "256k", "1m")
+    name: MixtureConfig(0.03, 0.05, 0.0, 0.02, 0.9, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=4.0, most=most)
+    for name, most in (("64k", 0), ("256k", 32), ("1m", 32))
 }
 MIXTURES = {"pretrain": {name: stage.mixture for name, stage in STAGES.items()}, "recall": RECALL_MIXTURES}
 RATES = ("continue", "rewarm")

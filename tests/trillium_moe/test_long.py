@@ -50,8 +50,9 @@ def test_chunks_read_as_the_whole_model_does(variables, reader):
         assert np.array_equal(read.predicted, logits[i, :n].argmax(-1))
         assert read.nll[-1] == 0 and len(read.nll) == n
         np.testing.assert_allclose(read.nll[:-1], -logp[i, np.arange(n - 1), sequence[1:]], atol=2e-4)
-    both = read_all([reader, reader.twin()], [*sequences, sequences[1]])
-    for got, read in zip(both, reader.read([*sequences, sequences[1]])):
+    mixed = [sequences[2], *sequences]  # its groups are read longest first, and given back in this order
+    both = read_all([reader, reader.twin()], mixed)
+    for got, read in zip(both, reader.read(mixed), strict=True):
         assert np.array_equal(got.predicted, read.predicted) and np.allclose(got.nll, read.nll, atol=1e-5)
     # going on by its own likeliest tokens is reading what it wrote
     written = reader.continued([tokens[0][:40], tokens[1][:33]], 5)
@@ -100,20 +101,15 @@ def test_intervals_are_exact():
 
 
 def test_gain_from_context():
-    class Remembers(Reader):
-        """Half a nat less for every token once 100 have been read."""
-
-        def __init__(self):
-            pass
-
-        def read(self, sequences):
-            return [Read(s, np.where(np.arange(len(s)) < 100, 2.0, 1.5)) for s in sequences]
-
-    out = long.text_losses(Remembers(), TEXT, 256, 4)
-    assert out["gain"] == pytest.approx(0.5) and out["rows"] == 4
+    """Half a nat less for every token once 100 have been read."""
+    whole = long.stretches(TEXT, 256, 4)
+    assert [w.tolist() for w in whole] == [TEXT[i : i + 256].tolist() for i in (0, 256, 512, 768)]
+    read = lambda n: [Read(np.zeros(n, np.int32), np.where(np.arange(n) < 100, 2.0, 1.5))] * 4
+    out = long.text_losses(read(256), read(64))
+    assert out["gain"] == pytest.approx(0.5) and (out["rows"], out["length"]) == (4, 256)
     assert out["positions"] == [1, 2, 4, 8, 16, 32, 64, 128]
     assert out["nll"] == pytest.approx([2, 2, 2, 2, 2, 2, (36 * 2 + 28 * 1.5) / 64, 1.5])
-    assert long.text_losses(Remembers(), TEXT, 4096, 4) == {}  # no text is that long
+    assert long.stretches(TEXT, 4096, 4) == []  # no text is that long
 
 
 def test_a_model_without_training_is_at_chance(variables):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt
+from jaxtyping import Int, UInt
 from scipy.stats import beta
 
 from trillium_moe.config import ConfigError, ModelConfig, check, check_choice
@@ -123,24 +123,26 @@ def generated(reader: Reader, given: Sequence[Example]) -> int:
     return sum(bool((w[: len(a)] == a).all()) for w, a in zip(written, answers))
 
 
-def text_losses(reader: Reader, tokens: UInt[np.ndarray, "n"], length: int, rows: int) -> dict[str, Any]:
-    """Loss by position, and the gain from context, over up to `rows` stretches of held-out text.
+def stretches(tokens: UInt[np.ndarray, "n"], length: int, rows: int) -> list[Int[np.ndarray, "length"]]:
+    """The first stretches of a text, `rows` of them if it is that long."""
+    starts = [i * length for i in range(min(rows, len(tokens) // length))]
+    return [np.asarray(tokens[s : s + length], np.int32) for s in starts]
+
+
+def text_losses(whole: Sequence[Read], quarters: Sequence[Read]) -> dict[str, Any]:
+    """Loss by position, and the gain from context, over stretches of held-out text and over their last quarters.
 
     Returns:
       positions, nll: nats per token over positions [2^k, 2^(k+1)).
       gain: loss of the last eighth of a stretch after only its last quarter, minus that after all of it.
     """
-    starts = [i * length for i in range(min(rows, len(tokens) // length))]
-    if not starts:
-        return {}
-    whole = [np.asarray(tokens[s : s + length], np.int32) for s in starts]
-    full = np.stack([r.nll for r in reader.read(whole)])
-    quarter = np.stack([r.nll for r in reader.read([w[-(length // 4) :] for w in whole])])
+    full, quarter = (np.stack([r.nll for r in reads]) for reads in (whole, quarters))
+    length = full.shape[1]
     tail = max(1, length // 8)
     edges = [2**k for k in range(int(math.log2(length)) + 1)]
     by_position = [float(full[:, a : min(2 * a, length - 1)].mean()) for a in edges[:-1] if a < length - 1]
     gain = quarter[:, -tail:-1].mean() - full[:, -tail:-1].mean()
-    return {"length": length, "rows": len(starts), "positions": edges[: len(by_position)], "nll": by_position,
+    return {"length": length, "rows": len(full), "positions": edges[: len(by_position)], "nll": by_position,
             "gain": float(gain), "loss": float(full[:, :-1].mean())}
 
 
@@ -164,19 +166,22 @@ def evaluate(
     kit = Kit(tokenizer, documents, model.vocab_size)
     cells, texts = [], []
     for length in config.lengths:
-        for task in config.tasks:
-            if length < smallest(task, kit):
-                continue
-            given = examples(task, kit, config, length)
-            cell = score(task, length, given, read_all(readers, [e.tokens for e in given]), config.depths)
+        given = {task: examples(task, kit, config, length) for task in config.tasks if length >= smallest(task, kit)}
+        rows = max(1, min(config.rows, config.tokens // length)) if config.text else 0
+        whole = stretches(documents.tokens, length, rows)
+        # all sequences of a length at once: cells of few would leave rows and threads idle
+        parts = [[e.tokens for e in some] for some in given.values()]
+        parts += [whole, [tokens[-(length // 4) :] for tokens in whole]]
+        read = iter(read_all(readers, [tokens for part in parts for tokens in part]))
+        *answered, full, quarters = ([next(read) for _ in part] for part in parts)
+        for (task, some), seen in zip(given.items(), answered):
+            cell = score(task, length, some, seen, config.depths)
             if config.generate:
-                some = given[: config.generate]
+                some = some[: config.generate]
                 cell = dataclasses.replace(cell, generated=len(some), generated_right=generated(reader, some))
             cells.append(cell)
             progress(describe(cell))
-        if config.text:
-            rows = max(1, min(config.rows, config.tokens // length))
-            texts += filter(None, [text_losses(reader, documents.tokens, length, rows)])
+        texts += [text_losses(full, quarters)] if whole else []
     return {"config": dataclasses.asdict(config), "cells": [as_json(c) for c in cells], "text": texts}
 
 

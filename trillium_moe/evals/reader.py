@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import queue
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,11 +98,28 @@ class Reader:
 
 
 def read_all(readers: Sequence[Reader], sequences: Sequence[Int[np.ndarray, "..."]]) -> list[Read]:
-    """What the readers make of the sequences, each in a thread: programs for a CPU use little more than one core."""
-    n, out = len(readers), [None] * len(sequences)
-    with ThreadPoolExecutor(n) as pool:
-        for i, part in enumerate(pool.map(lambda i: readers[i].read(sequences[i::n]), range(n))):
-            out[i::n] = part
+    """What the readers make of the sequences, each in a thread: programs for a CPU use little more than one core.
+
+    Sequences of like lengths are read side by side, the longest first; whichever reader is free takes the next.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    out: list[Any] = [None] * len(sequences)
+    free = queue.SimpleQueue()
+    for reader in readers:
+        free.put(reader)
+
+    def one(group):
+        reader = free.get()
+        try:
+            return reader.read([sequences[i] for i in group])
+        finally:
+            free.put(reader)
+
+    groups = [order[at : at + readers[0].rows] for at in range(0, len(order), readers[0].rows)]
+    with ThreadPoolExecutor(len(readers)) as pool:
+        for group, part in zip(groups, pool.map(one, groups)):
+            for i, read in zip(group, part):
+                out[i] = read
     return out
 
 
