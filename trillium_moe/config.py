@@ -282,6 +282,7 @@ class MixtureConfig:
     replay_window: int = 0  # tokens; 0: data.seq_len
     tasks: tuple[str, ...] = ("needle",)  # drawn from evenly: `trillium_moe.data.synthetic`
     split: float = 0.5  # share of the task rows that hold several shorter examples
+    shortest: int = 128  # tokens of the shortest of them
     short_until: float = 0.0  # share of the run before which task rows hold the shortest examples only
     most: int = 0  # needles of a task example at most; 0: as many as fit
     answer_weight: float = 1.0  # loss weight of an answer token; of the other tokens of a task it is 0
@@ -298,7 +299,7 @@ class MixtureConfig:
         for name in ("synthetic_from", "short_until"):
             check(0 <= getattr(self, name) <= 1, f"data.mixture.{name}", getattr(self, name), "must lie in [0, 1]")
         check(len(self.tasks) > 0, "data.mixture.tasks", self.tasks, "must name at least one task")
-        check_positive("data.mixture", self, "answer_weight")
+        check_positive("data.mixture", self, "answer_weight", "shortest")
 
     @property
     def on(self) -> bool:

@@ -93,6 +93,8 @@ def test_rows_of_one_task_alone():
     grown = MixtureConfig(text=0.0, synthetic=1.0, tasks=("palindrome",), split=1.0, short_until=0.5)
     counts = [int(rows(grown, n=40)[i]["segment_ids"].max()) for i in range(40)]
     assert set(counts[:20]) == {4} and set(counts[20:]) == {1, 2, 4}
+    shorter = rows(dataclasses.replace(grown, shortest=64), n=40)
+    assert {int(shorter[i]["segment_ids"].max()) for i in range(20)} == {8}
 
 
 def test_packages():

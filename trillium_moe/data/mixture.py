@@ -26,7 +26,6 @@ from trillium_moe.shapes import Float, Int
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 _BLOCK = 1 << 14  # rows whose kinds are found at once
-SMALLEST = 128  # tokens of the shortest synthetic example in a row that holds several
 
 
 def weights_at(config: MixtureConfig, progress: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n kinds"]:
@@ -117,12 +116,12 @@ class MixtureRows:
         return side_by_side([self._streams["replay"][i * n + j] for j in range(n)])
 
     def _synthetic(self, i: int, short: bool) -> Row:
-        """A row: one example, or (config.split) 2^j of them, all sizes down to SMALLEST being as likely.
+        """A row: one example, or (config.split) 2^j of them, all sizes down to config.shortest being as likely.
 
         A short row has as many as fit: recall is learned from short examples first.
         """
         draw = Draw(self.seed, self.seq_len, i)
-        sizes = max(1, self.seq_len // SMALLEST).bit_length()
+        sizes = max(1, self.seq_len // self.config.shortest).bit_length()
         parts = 1 << draw.below(sizes) if draw.uniform() < self.config.split else 1
         parts = 1 << sizes - 1 if short else parts
         rows = []
