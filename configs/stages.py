@@ -38,13 +38,12 @@ STAGES = {
 
 # Mixtures for a model that is to show in minutes that it uses its window: nine rows in ten are recall, from the start.
 # Recall is learned from short examples first: the first stage cuts all of its task rows, to 64 tokens (three needles or
-# one) until 0.6 of it and then to sizes from there up. Later stages hide at most 16 needles: which of hundreds is meant
-# is beyond a small model, and its answers would be most of the loss.
+# one) until 0.6 of it and then to sizes from there up.
 RECALL_MIXTURES = {
     "8k": MixtureConfig(0.05, 0.0, 0.0, 0.05, 0.9, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=4.0, split=1.0,
                         shortest=64, short_until=0.6),
 } | {
-    name: MixtureConfig(0.03, 0.05, 0.0, 0.02, 0.9, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=4.0, most=16)
+    name: MixtureConfig(0.03, 0.05, 0.0, 0.02, 0.9, synthetic_from=0.0, tasks=RECALL[:3], answer_weight=4.0)
     for name in ("64k", "256k", "1m")
 }
 MIXTURES = {"pretrain": {name: stage.mixture for name, stage in STAGES.items()}, "recall": RECALL_MIXTURES}

@@ -284,11 +284,10 @@ class MixtureConfig:
     split: float = 0.5  # share of the task rows that hold several shorter examples
     shortest: int = 128  # tokens of the shortest of them
     short_until: float = 0.0  # share of the run before which task rows hold the shortest examples only
-    most: int = 0  # needles of a task example at most; 0: as many as fit
     answer_weight: float = 1.0  # loss weight of an answer token; of the other tokens of a task it is 0
 
     def __post_init__(self):
-        for name in (*KINDS, "ramp", "synthetic_from", "replay_window", "most"):
+        for name in (*KINDS, "ramp", "synthetic_from", "replay_window"):
             check(getattr(self, name) >= 0, f"data.mixture.{name}", getattr(self, name), "must be 0 or more")
         check(sum(getattr(self, k) for k in KINDS) > 0, "data.mixture.text", self.text, "one kind must be above 0")
         check(len(self.before) in (0, len(KINDS)) and min(self.before, default=0) >= 0

@@ -183,8 +183,6 @@ def test_training_shows_one_needle_and_many_at_every_length():
         counts = collections.Counter(len(make("needle", kits(True)[0], n, i).answers) for i in range(60))
         assert sorted(counts) == sorted({most >> i for i in range(most.bit_length())})
         assert min(counts.values()) > 0.3 * 60 / len(counts)
-    few = Kit(BYTES, DOCUMENTS, dense=True, most=4)
-    assert {len(make("needle", few, 1024, i).answers) for i in range(30)} == {1, 2, 4}
 
 
 @pytest.mark.parametrize("name", ["needle", "variable"])

@@ -103,14 +103,12 @@ class Kit:
     symbols: ids that tasks without text are made of. By default the ids that the tokenizer leaves free in a vocabulary
       of `vocab_size`, or the bytes of the 94 printable characters where it leaves none.
     dense: for training: as many records and questions as the window holds, often fewer.
-    most: needles of a dense example at most; 0: what fits.
     """
 
     tokenizer: Tokenizer
     documents: Documents | None = None
     vocab_size: int = 0
     dense: bool = False
-    most: int = 0
     symbols: Int[np.ndarray, "symbols"] = field(init=False)
 
     def __post_init__(self):

@@ -291,7 +291,7 @@ def _mixture(config: Config, documents: Documents, tokenizer: Tokenizer, source:
         names = [source.name(i) for i in range(len(source))]
         if len(names) != len(documents):  # texts without tokens were left out
             names = [name for name, text in zip(names, source) if len(tokenizer.encode(text))]
-    kit = Kit(tokenizer, documents, config.model.vocab_size, dense=True, most=config.data.mixture.most)
+    kit = Kit(tokenizer, documents, config.model.vocab_size, dense=True)
     n_rows = (train.steps - train.first_step) * data.batch_size
     return MixtureRows(data.mixture, documents, kit, data.seq_len, config.seed, n_rows, names)
 

@@ -44,11 +44,11 @@ def _room(kit: Kit, n: int) -> int:
 
 
 def _some(draw: Draw, kit: Kit, n: int) -> int:
-    """How many pairs a training example has: as many as it may, half of it, .. or one, all as likely at any length.
+    """How many pairs a training example has: a full window, half of it, .. or one, all as likely at any length.
 
     One is the needle that is asked for in evaluation, which long windows must show, too.
     """
-    most = min(_room(kit, n), kit.most or NAMES)
+    most = _room(kit, n)
     return most >> draw.below(most.bit_length())
 
 
