@@ -11,8 +11,8 @@ ARGS ?=
 DATA ?= runs/data
 LADDER ?= runs/ladder
 # Recall from the first step; weights of 1 / sqrt(128), the width. Times: docs/curriculum.md.
-CURRICULUM = --mix=recall --steps=320,150,24,2 --floor=1 --tasks=needle,multi_query --config.data.batch_size=16 \
-  --config.model.init_std=0.08 --config.optim.schedule=wsd --config.optim.warmup=0.06 --config.optim.decay=0.2 \
+CURRICULUM = --mix=recall --steps=320,120,24,4 --floor=1 --tasks=needle,multi_query --config.data.batch_size=16 \
+  --config.model.init_std=0.08 --config.optim.schedule=wsd --config.optim.warmup=0.06 --config.optim.decay=0.06 \
   --config.train.eval_every=0 --config.train.eval_batches=2 --config.train.sample_tokens=0 --answers=32 \
   --eval_tokens=16384 --eval_focus=32 --eval_rows=4 --eval_chunk=256 --eval_threads=2 --reach=4 --longest=16384 \
   --generate=0
