@@ -3,7 +3,8 @@
   python -m benchmarks.logprob_gap --workdir=runs/a,runs/b [--requests=16 --tokens=128] [--compute=float32]
 
 Both in the run's own dtypes, or with activations in --compute. What differs is the order of sums and, in bfloat16,
-where it rounds; quantised experts (model.moe.quantise) must not add to it.
+where it rounds. Quantised experts (model.moe.quantise) add nothing in float32; in bfloat16 they pass differences on
+enlarged: benchmarks/gap_causes.py.
 """
 
 import argparse

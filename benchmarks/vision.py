@@ -88,6 +88,7 @@ def train(programs, config, flags, say):
     from trillium_moe.data.pipeline import make_pipeline
     from trillium_moe.evals import vision
     from trillium_moe.evals.heldout import heldout
+    from trillium_moe.train.checkpoint import NonFiniteError
 
     tokenizer, steps = programs.tokenizer, config.train.steps
     batches = iter(make_pipeline(config, "train", tokenizer=tokenizer))
@@ -123,7 +124,7 @@ def train(programs, config, flags, say):
                 loss = float(metrics["train/loss"])  # waits for the step
                 say(f"step {number} loss {loss:.4f}")
                 if not math.isfinite(loss):
-                    raise RuntimeError(f"the loss is not finite at step {number} or up to 49 before")
+                    raise NonFiniteError(f"the loss is {loss} at step {number}; it is read every 50 steps")
             late = bool(flags.seconds) and spent + time.perf_counter() - began > flags.seconds
             if late or (number == steps and not flags.seconds):
                 break
@@ -169,8 +170,8 @@ def run(flags):
         print(f"[{label} {time.perf_counter() - zero:6.1f}s] {text}", flush=True)
 
     for arm in flags.arms:
-        programs[arm] = programs.get("joint" if arm == "blind" else "blind" if arm == "joint" else "")
-        programs[arm] = programs[arm] or Programs(arm_config(config, arm), tokenizer)
+        kind = "text" if arm == "text" else "pictures"  # what is drawn in them makes no other program
+        programs[arm] = programs[kind] = programs.get(kind) or Programs(arm_config(config, arm), tokenizer)
         say("compiled", arm)
     with turn(flags.turn):
         for seed in range(flags.seeds):
