@@ -77,9 +77,29 @@ def router(
         implementation = "xla"  # nothing to launch a kernel for
     options = {"k": k, "bins": bins, "sigmoid": sigmoid}
     found = _select(implementation, tuple(options.items()), scores_ME, jax.lax.stop_gradient(bias_E), real)
-    chosen = found.chosen_MK
-    weights = scale * chosen / (chosen.sum(-1, keepdims=True) + 1e-20)
+    weights = _normalised(float(scale), found.chosen_MK)
     return Routing(found.experts_MK, weights, found.cutoff_M, found.load_E, found.histogram)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalised(scale, x_MK):
+    """scale x / (sum of x + 1e-20). Nothing keeps all scores of a token from sinking together, and the gradient that a
+    division has by itself squares the sum, which is zero in float32 when no chosen logit is above -45."""
+    return _normalised_fwd(scale, x_MK)[0]
+
+
+def _normalised_fwd(scale, x_MK):
+    total = x_MK.sum(-1, keepdims=True) + 1e-20
+    w_MK = scale * x_MK / total
+    return w_MK, (w_MK, total)
+
+
+def _normalised_bwd(scale, saved, d_MK):
+    w_MK, total = saved
+    return ((scale * d_MK - (d_MK * w_MK).sum(-1, keepdims=True)) / total,)
+
+
+_normalised.defvjp(_normalised_fwd, _normalised_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

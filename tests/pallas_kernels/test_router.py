@@ -124,6 +124,29 @@ def test_gradient(implementation, activate):
     np.testing.assert_allclose(jax.grad(loss)(s), want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("shift", [-40, -50, -120])
+@pytest.mark.parametrize("activate", [False, True])
+def test_gradient_where_no_expert_scores(activate, shift):
+    """All scores of a token may sink together; the square of their sum is below float32's range at a shift of -50, the
+    scores themselves at -120. Against differences of the definition, in float64."""
+    rng = np.random.default_rng(3)
+    x, d = shift + rng.normal(size=(6, 8)), rng.normal(size=(6, 3))
+
+    def loss(x):
+        s = x if activate else jax.nn.sigmoid(x)
+        return (router(s, jnp.zeros(8), k=3, sigmoid=activate, implementation="xla").weights_MK * d).sum()
+
+    def row(x, order, d):
+        s = sigmoid(x)[order]
+        return (s / (s.sum() + 1e-20) * d).sum()
+
+    want = np.zeros_like(x)
+    for m, e in np.ndindex(*x.shape):
+        order, step = np.argsort(-x[m], kind="stable")[:3], 1e-4 * np.eye(8)[e]
+        want[m, e] = (row(x[m] + step, order, d[m]) - row(x[m] - step, order, d[m])) / 2e-4
+    np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(x, jnp.float32)), want, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "sorted", "barred"])
 @pytest.mark.parametrize("E, count", [(896, 17), (33, 2), (32, 32), (20, 5)])
 def test_the_warp_program(kind, E, count):

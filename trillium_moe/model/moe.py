@@ -179,7 +179,7 @@ class MoE(nnx.Module):
         c, (M, E) = self.config.moe, scores_ME.shape
         visible = jnp.where(real_M[:, None], jax.lax.stop_gradient(scores_ME), -1)
         tokens_EQ, taken_ME = router.batch_threshold(visible, c.k)
-        total_M = jnp.where(taken_ME, scores_ME, 0).sum(-1) + 1e-20
+        total_M = jnp.where(taken_ME, scores_ME, 0).sum(-1) + 1e-18  # whose square, in the gradient, is above zero
         token_A = tokens_EQ.reshape(-1)
         expert_A = jnp.repeat(jnp.arange(E), tokens_EQ.shape[1])
         slot, source, sizes = plan(expert_A, E, alignment(self.config))
