@@ -79,23 +79,26 @@ class Routing:
 def served(config: ModelConfig, model: LoadedModel, tokens_BT: np.ndarray, forced_LBTK: np.ndarray):
     """(log-probabilities, experts) as `trained`, token by token from the cache: routed by itself, and as forced."""
     B, T = tokens_BT.shape
-    weights = forward.serving_weights(config, model.params, model.router_bias)
+    flat = forward.flat(forward.serving_weights(config, model.params, model.router_bias))
     cache, routing, n = make_cache(config, B, T, ""), Routing(), jnp.ones(B, jnp.int32)
 
-    def step(force, cache, inputs):
+    def step(force, weights, cache, inputs):
         tokens_B, routing.forced = inputs
         routing.chosen, routing.force = [], force
         h, cache = forward.extend(config, weights, cache, tokens_B[:, None], n)
         logprobs = jax.nn.log_softmax(forward.logits(config, weights, h)[:, 0].astype(jnp.float32))
         return cache, (logprobs, jnp.stack(routing.chosen))
 
-    run = jax.jit(lambda force, inputs: jax.lax.scan(functools.partial(step, force), cache, inputs)[1])
+    @jax.jit  # the weights are arguments: what is constant XLA multiplies in another order
+    def run(force, flat, inputs):
+        return jax.lax.scan(functools.partial(step, force, forward.whole(flat)), cache, inputs)[1]
+
     inputs = tokens_BT.T, jnp.asarray(forced_LBTK.transpose(2, 0, 1, 3))
     own = forward._ffn.__wrapped__  # every layer by itself: one program for all of them would be traced once
     with mock.patch.object(moe, "route", routing.route), mock.patch.object(few_rows, "route", routing.few_route), \
             mock.patch.object(forward, "_ffn", own):
         for force in (False, True):
-            logprobs, chosen = run(jnp.asarray(force), inputs)
+            logprobs, chosen = run(jnp.asarray(force), flat, inputs)
             yield of_next(np.asarray(logprobs).transpose(1, 0, 2), tokens_BT), np.asarray(chosen).transpose(1, 2, 0, 3)
 
 

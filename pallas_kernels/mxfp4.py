@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+from pallas_kernels.rounding import widened
+
 GROUP = 32  # elements that share a scale
 _BITS = {2: (jnp.uint16, 7), 4: (jnp.uint32, 23)}  # bytes of a float: its bits, those of its mantissa
 
@@ -98,7 +100,7 @@ def pack(w: Float[Array, "*b N K"]) -> tuple[UInt8[Array, "*b N half"], UInt8[Ar
     """
     if w.shape[-1] % GROUP:
         raise ValueError(f"matrix {w.shape}: the last axis must be a multiple of {GROUP} to be MXFP4")
-    x = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, GROUP)
+    x = widened(w).astype(jnp.float32).reshape(*w.shape[:-1], -1, GROUP)
     size = jnp.abs(x)
     exponent = (jax.lax.bitcast_convert_type(size.max(-1), jnp.uint32) >> 23).astype(jnp.int32)
     scale = jnp.where(exponent == 255, 255, jnp.maximum(exponent - 2, 0))

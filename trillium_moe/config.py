@@ -74,6 +74,7 @@ class KDAConfig:
     decay_rank: int = 0  # rank of the decay projection; 0: head_dim
     gate: str = "full"  # output gate: full rank, low_rank, or none
     gate_rank: int = 0  # rank of the low_rank gate; 0: head_dim
+    compute: str = ""  # between a layer's projections: "" as model.dtypes.compute, or float32, as decoding always does
     implementation: str = ""  # kernel: "" picks by platform, else reference | xla | pallas_tpu | pallas_gpu
 
     def __post_init__(self):
@@ -82,6 +83,7 @@ class KDAConfig:
         check_choice("model.kda.decay", self.decay, ("bounded", "softplus", "deep"))
         check_choice("model.kda.decay_per", self.decay_per, ("channel", "head"))
         check_choice("model.kda.gate", self.gate, ("full", "low_rank", "none"))
+        check_choice("model.kda.compute", self.compute, ("", "float32"))
         check(self.g_min < 0, "model.kda.g_min", self.g_min, "must be negative: a log decay in nats, such as -5.0")
         tile, lowest = ChunkConfig().tile, lowest_kernel_gate(ChunkConfig().tile)
         check(self.decay != "bounded" or self.g_min >= lowest, "model.kda.g_min", self.g_min,

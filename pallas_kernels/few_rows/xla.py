@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import target
+from pallas_kernels.rounding import rounded, scaled, widened
 from pallas_kernels.router import router
 
 
 def linear(x_MI, w_OI, sizes, dtypes, norm_I, norm_eps, align):
     """`api.linear`."""
     if norm_I is not None:
-        x = x_MI.astype(jnp.promote_types(x_MI.dtype, jnp.float32))
-        x = (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm_eps)).astype(x_MI.dtype)
-        x_MI = x * norm_I.astype(x.dtype)
+        x = widened(x_MI)
+        x_MI = scaled(x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm_eps), norm_I, x_MI.dtype)
     # one product per run of results of one dtype
     out, at = [], 0
     for dtype, run in itertools.groupby(zip(sizes, dtypes), key=lambda part: part[1]):
@@ -56,10 +56,9 @@ def experts(z_ML, p_EM, w_gate_ELF, w_up_ELF, w_down_EFL, activation):
 
 def join(parts_GML, norm_L, norm_eps, gate_MS, up_MS, activation):
     """`api.join`."""
-    wide = jnp.promote_types(gate_MS.dtype, jnp.float32)
-    u = parts_GML.sum(0).astype(gate_MS.dtype)
+    u = rounded(parts_GML.sum(0), gate_MS.dtype)
     if norm_L is not None:
-        y, norm_L = u.astype(wide), norm_L.astype(u.dtype)
-        u = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm_eps)).astype(u.dtype) * norm_L
-    hidden = activation(gate_MS.astype(wide), up_MS.astype(wide)).astype(u.dtype)
+        y = widened(u)
+        u = scaled(y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm_eps), norm_L, u.dtype)
+    hidden = rounded(activation(widened(gate_MS), widened(up_MS)), u.dtype)
     return jnp.concatenate([u, hidden], axis=-1)

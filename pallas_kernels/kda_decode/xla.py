@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda_decode.step import advance, decay_logits, finish, prepare
+from pallas_kernels.rounding import widened
 
 
 def kda_decode_xla(
     qkv, decay, beta, gate, taps, state, *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None, decay_up=None
 ):
     """`api.kda_decode`."""
-    wide = lambda x: x.astype(state.dtype)
+    wide = lambda x: widened(x).astype(state.dtype)
     window_BC3HK = jnp.concatenate([taps, qkv[:, None]], axis=1)
     window = [jnp.moveaxis(wide(x), 1, 0) for x in jnp.moveaxis(window_BC3HK, 1, 0)]
     conv_C3HK = None if conv is None else jnp.moveaxis(wide(conv), -1, 0)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import is_hopper
 from pallas_kernels.few_rows import MOST_ROWS
 from pallas_kernels.mxfp4 import Packed
+from pallas_kernels.rounding import rounded
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.ffn import activate
 from trillium_moe.model.params import wide
@@ -62,7 +63,8 @@ def gathered(
     inputs = mxfp8 if config.moe.quantise else lambda x: x
     z_ML = inputs(z_ML)
     hidden = inputs(activate(config, *(jnp.einsum("ml,mklf->mkf", z_ML, x) for x in (w_gate, w_up))))
-    return jnp.einsum("mkl,mk->ml", wide(jnp.einsum("mkf,mkfl->mkl", hidden, w_down)), wide(p_MK))
+    y_MKL = jnp.einsum("mkf,mkfl->mkl", hidden, w_down)
+    return _weighed(p_MK[..., None], y_MKL).sum(1)
 
 
 def dense(
@@ -75,9 +77,16 @@ def dense(
     z_ML = inputs(z_ML)
     hidden = inputs(activate(config, *(jnp.einsum("ml,elf->emf", z_ML, x) for x in (w_gate, w_up))))
     p_EM = (wide(p_MK).T[:, None] * (experts_MK.T[:, None] == jnp.arange(E)[:, None])).sum(0)
+    if config.moe.quantise:
+        return _weighed(p_EM[..., None], jnp.einsum("emf,efl->eml", hidden, w_down)).sum(0)
     # weighed before the last product, as in `expert_ffn`, which then sums over experts, too
     weighed = (p_EM[:, :, None] * wide(hidden)).astype(z_ML.dtype)
     return jnp.einsum("emf,efl->ml", weighed, w_down, preferred_element_type=wide(z_ML).dtype)
+
+
+def _weighed(p, y):
+    """Experts' results times their weights, at least float32, rounded where training of quantised experts rounds."""
+    return wide(rounded(wide(p) * wide(y), y.dtype))
 
 
 def _unpacked(w, x):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import few_rows
+from pallas_kernels.rounding import rounded
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.context import Context
 from trillium_moe.model.params import linear, normal, param, wide
@@ -29,7 +30,7 @@ def situ_glu(
 def _situ(beta, linear_beta, gate, up):
     g, u = wide(gate), wide(up)
     out = beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g) * (linear_beta * jnp.tanh(u / linear_beta))
-    return out.astype(gate.dtype)
+    return rounded(out, gate.dtype)
 
 
 def _situ_bwd(beta, linear_beta, saved, d):
@@ -46,7 +47,7 @@ _situ.defvjp(lambda beta, linear_beta, gate, up: (_situ(beta, linear_beta, gate,
 
 def swiglu(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """silu(gate) * up, in float32."""
-    return (jax.nn.silu(wide(gate)) * wide(up)).astype(gate.dtype)
+    return rounded(jax.nn.silu(wide(gate)) * wide(up), gate.dtype)
 
 
 def activate(config: ModelConfig, gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
@@ -69,8 +70,10 @@ class DenseFFN(nnx.Module):
     def __call__(self, x_BTD: Float[Array, "*b D"], ctx: Context | None = None) -> tuple[Float[Array, "*b D"], dict]:
         if hasattr(self, "inner"):
             return self._packed(x_BTD), {}
-        hidden = activate(self.config, linear(x_BTD, self.gate), linear(x_BTD, self.up))
-        return linear(hidden, self.down), {}
+        return linear(self.hidden(x_BTD), self.down), {}
+
+    def hidden(self, x_BTD: Float[Array, "*b D"]) -> Float[Array, "*b F"]:
+        return activate(self.config, linear(x_BTD, self.gate), linear(x_BTD, self.up))
 
     def pack(self) -> None:
         """For generation on one device: one matrix for all that multiplies x (`pallas_kernels.few_rows`)."""

@@ -91,11 +91,15 @@ class KDA(nnx.Module):
     def g_min(self) -> float | None:
         return None if self.config.kda.decay == "softplus" else self.config.kda.g_min
 
+    def _inside(self, x: Float[Array, "*s"]) -> Any:
+        """The dtype between the projections."""
+        return jnp.promote_types(x.dtype, self.config.kda.compute or x.dtype)
+
     def __call__(self, x_BTD: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
-        c = self.config.kda
+        c, inside = self.config.kda, self._inside(x_BTD)
 
         def qkv(name):
-            y = _heads(x_BTD, getattr(self, name))
+            y = _heads(x_BTD, getattr(self, name)).astype(inside)
             if c.conv_size:
                 y = short_conv(y, getattr(self, f"{name}_conv")[...], ctx.segment_ids)
             return jax.nn.silu(y)
@@ -124,8 +128,8 @@ class KDA(nnx.Module):
         window = jnp.concatenate([past.taps, inputs], axis=1)
         if c.conv_size:
             weight = wide(self._conv)
-            y = sum(wide(window[:, s : s + T]) * weight[..., s] for s in reversed(range(c.conv_size)))
-            inputs = y.astype(inputs.dtype)
+            inputs = sum(wide(window[:, s : s + T]) * weight[..., s] for s in reversed(range(c.conv_size)))
+        inputs = inputs.astype(self._inside(x_BTD))
         q, k, v = (jax.nn.silu(y)[:, :, 0] for y in jnp.split(inputs, 3, axis=2))
         real_BT = jnp.arange(T) < n_B[:, None]
         z = jnp.where(real_BT[..., None, None], z, NOTHING)
@@ -214,10 +218,10 @@ class KDA(nnx.Module):
         self, o_BTHK: Float[Array, "B T H K"], gate_BTHK: Float[Array, "B T H K"] | None, dtype: Any
     ) -> Float[Array, "B T D"]:
         """Norm of every head, gate, output projection."""
-        o = rms_norm(o_BTHK, self.out_norm[...], self.config.norm_eps)
+        o = rms_norm(wide(o_BTHK), self.out_norm[...], self.config.norm_eps)
         if gate_BTHK is not None:
-            o = (wide(o) * jax.nn.sigmoid(wide(gate_BTHK))).astype(dtype)
-        return self.project(o)
+            o = o * jax.nn.sigmoid(wide(gate_BTHK))
+        return self.project(o.astype(dtype))  # rounded once, as in a step of decoding
 
     def gate_logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"] | None:
         """Of the output gate; None: there is none."""

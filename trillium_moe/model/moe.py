@@ -20,7 +20,7 @@ from trillium_moe.model.norms import rms_norm
 from trillium_moe.model.params import RouterBias, linear, normal, ones, param, wide, zeros
 from trillium_moe.model.permute import dispatch, plan
 from trillium_moe.model.quantise import mxfp4_weights
-from trillium_moe.parallel import expert
+from trillium_moe.parallel import expert, sharding
 from trillium_moe.parallel.manual import layout
 from trillium_moe.shapes import Array, Float
 
@@ -168,11 +168,18 @@ class MoE(nnx.Module):
 
     def output(self, x: Float[Array, "*b D"], u: Float[Array, "*b L"]) -> Float[Array, "*b D"]:
         """Mixed experts back in the model's width, and the shared ones."""
-        u = u.astype(x.dtype)
-        if self.config.moe.latent_dim:
-            u = rms_norm(u, self.norm[...], self.config.norm_eps) if self.config.moe.latent_norm else u
-            u = linear(u, self.up)
-        return u + self.shared(x)[0] if self.config.moe.n_shared else u
+        c, u = self.config.moe, u.astype(x.dtype)
+        if not c.latent_dim:
+            return u + self.shared(x)[0] if c.n_shared else u
+        u = rms_norm(u, self.norm[...], self.config.norm_eps) if c.latent_norm else u
+        if not c.n_shared:
+            return linear(u, self.up)
+        mesh = sharding.current_mesh()
+        if mesh is not None and mesh.shape.get("model", 1) > 1:  # the shared experts' hidden width is cut, u is whole
+            return linear(u, self.up) + self.shared(x)[0]
+        # one product, and so one rounding, as in generation (`_packed_output`)
+        outer = [w.astype(x.dtype) for w in (self.up, self.shared.down)]
+        return linear(jnp.concatenate([u, self.shared.hidden(x)], axis=-1), jnp.concatenate(outer))
 
     def expert_choice(self, z_ML, scores_ME, real_M) -> tuple[Float[Array, "M L"], dict]:
         """Balancing by batch_threshold: experts pick tokens, so a token has between 0 and E experts."""

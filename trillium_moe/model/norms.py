@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import rounded, scaled
 from trillium_moe.model.params import wide
 from trillium_moe.shapes import Array, Float
 
@@ -12,5 +13,5 @@ def rms_norm(
 ) -> Float[Array, "... D"]:
     """x / rms(x), in x's dtype, times the weight. Statistics in float32: a bfloat16 mean of squares is two digits."""
     y = wide(x)
-    y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
-    return y if weight_D is None else y * weight_D.astype(x.dtype)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return rounded(y, x.dtype) if weight_D is None else scaled(y, weight_D, x.dtype)

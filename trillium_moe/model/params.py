@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.rounding import widened
 from trillium_moe.shapes import Array, Float, PyTree
 
 
@@ -96,8 +97,8 @@ def linear(x: Float[Array, "*b I"], w: Float[Array, "I O"] | nnx.Param) -> Float
 
 
 def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """At least float32: the dtype of every island where bfloat16 would lose the result."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    """At least float32: the dtype of every island where bfloat16 would lose the result. Of x as it is rounded."""
+    return widened(x)
 
 
 def axes_of(state: nnx.State) -> dict[tuple, tuple[str, ...]]:

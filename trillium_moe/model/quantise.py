@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mxfp4 import GROUP, pack, unpack
+from pallas_kernels.rounding import widened
 from trillium_moe.shapes import Array, Float
 
 
@@ -31,14 +32,22 @@ def mxfp4_weights(w_EIO: Float[Array, "*b I O"]) -> Float[Array, "*b I O"]:
 @jax.custom_vjp
 def mxfp8(x: Float[Array, "*b I"]) -> Float[Array, "*b I"]:
     """Activations as MXFP8 has them: E4M3, one power of two per 32 elements, saturating at 448."""
-    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUP)
+    wide = widened(x).astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUP)
     largest = jnp.abs(wide).max(-1, keepdims=True)
     exponent = (jax.lax.bitcast_convert_type(largest, jnp.uint32) >> 23).astype(jnp.int32)
     exponent = jnp.clip(exponent - 8, 1, 245)  # the largest magnitude lands in [256, 512)
     power = lambda e: jax.lax.bitcast_convert_type(e << 23, jnp.float32)  # 2^(e - 127)
     scaled = jnp.clip(wide * power(254 - exponent), -448, 448)  # nan stays nan
-    rounded = scaled.astype(jnp.float8_e4m3fn).astype(jnp.float32) * power(exponent)
-    return rounded.reshape(x.shape).astype(x.dtype)
+    return (_e4m3(scaled) * power(exponent)).reshape(x.shape).astype(x.dtype)
+
+
+def _e4m3(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """What float8_e4m3fn holds of float32 numbers up to 448.
+
+    Not a cast there and back: on GPUs XLA leaves out both (`pallas_kernels.rounding`), and nothing is rounded.
+    """
+    fixed = jnp.round(x * 512) / 512  # below the normal numbers, steps of 2^-9; halves to even
+    return jnp.where(jnp.abs(x) < 2**-6, fixed, jax.lax.reduce_precision(x, 8, 3))
 
 
 mxfp4_weights.defvjp(lambda w: (mxfp4_weights(w), None), lambda _, d: (d,))
