@@ -40,6 +40,15 @@ def test_mxfp8_is_e4m3_at_the_groups_scale():
     assert (np.abs(mxfp8(jnp.full((1, 32), 511.0))) == 448).all()
 
 
+def test_mxfp8_rounds_every_tie_as_e4m3_does():
+    values = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # 0 to 448
+    ties = (values[1:] + values[:-1]) / 2
+    x = np.concatenate([values, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(448))])
+    x = np.pad(np.concatenate([x, -x]), (0, -2 * len(x) % 31)).reshape(-1, 31)
+    x = np.pad(x, ((0, 0), (1, 0)), constant_values=448)  # so the scale is 1
+    np.testing.assert_array_equal(jax.jit(mxfp8)(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
 def test_gradients_pass_straight_through():
     w = jnp.asarray(np.random.default_rng(1).normal(size=(2, 64, 32)), jnp.float32)
     d = jnp.asarray(np.random.default_rng(2).normal(size=w.shape), jnp.float32)
