@@ -7,7 +7,9 @@ cache. Both in bfloat16, with the run's weights, for experts of three forms
     weights     rounded to MXFP4
     both        rounded to MXFP4, their inputs to MXFP8: what model.moe.quantise=mxfp4 trains
 
-and once more with the experts that training chose forced on decoding. The widths of experts must be multiples of 32.
+and once more with the experts that training chose forced on decoding; then through the forward pass of training again,
+packed behind other tokens, so that chunks begin elsewhere: as far as training is from itself. --kda=float32 computes
+the inside of KDA layers in float32 (model.kda.compute). The widths of experts must be multiples of 32.
 """
 
 import argparse
@@ -31,19 +33,31 @@ from trillium_moe.model.cache import make_cache
 from trillium_moe.train.state import model_def
 
 FORMS = ("bfloat16", "weights", "both")
+BEFORE = 23  # tokens of another document: no multiple of a chunk's
 
 
-def trained(config: ModelConfig, model: LoadedModel, tokens_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def trained(
+    config: ModelConfig, model: LoadedModel, tokens_BT: np.ndarray, ids_BT: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(log-probabilities of the next tokens [B, T - 1], experts [L, B, T, k])."""
     graphdef = model_def(config)[0]
 
     @jax.jit
-    def run(params, bias, tokens_BT):
-        logits, aux = nnx.merge(graphdef, params, bias)(tokens_BT)
+    def run(params, bias, tokens_BT, ids_BT):
+        logits, aux = nnx.merge(graphdef, params, bias)(tokens_BT, ids_BT)
         return jax.nn.log_softmax(logits.astype(jnp.float32)), aux["moe"]["experts"]
 
-    logprobs, chosen = run(model.params, model.router_bias, tokens_BT)
+    logprobs, chosen = run(model.params, model.router_bias, tokens_BT, ids_BT)
     return of_next(np.asarray(logprobs), tokens_BT), np.asarray(chosen).reshape(len(chosen), *tokens_BT.shape, -1)
+
+
+def repacked(config: ModelConfig, model: LoadedModel, tokens_BT: np.ndarray) -> np.ndarray:
+    """Log-probabilities of `trained`, of rows that begin with tokens of another document."""
+    before = tokens_BT[::-1, :BEFORE]
+    ids = np.repeat([1, 2], [before.shape[1], tokens_BT.shape[1]])[None].repeat(len(tokens_BT), 0)
+    rows = np.concatenate([before, tokens_BT], axis=1)
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, record=rows.size))
+    return trained(config, model, rows, ids)[0][:, before.shape[1] :]
 
 
 def of_next(logprobs_BTV: np.ndarray, tokens_BT: np.ndarray) -> np.ndarray:
@@ -102,9 +116,10 @@ def served(config: ModelConfig, model: LoadedModel, tokens_BT: np.ndarray, force
             yield of_next(np.asarray(logprobs).transpose(1, 0, 2), tokens_BT), np.asarray(chosen).transpose(1, 2, 0, 3)
 
 
-def as_form(config: ModelConfig, form: str, n: int) -> ModelConfig:
+def as_form(config: ModelConfig, form: str, n: int, kda: str = "") -> ModelConfig:
     """The config in bfloat16 with experts of a form, whose training pass notes the experts of n tokens."""
     c = dataclasses.replace(config.moe, record=n, quantise="" if form == "bfloat16" else "mxfp4")
+    config = dataclasses.replace(config, kda=dataclasses.replace(config.kda, compute=kda or config.kda.compute))
     return dataclasses.replace(config, moe=c, dtypes=dataclasses.replace(config.dtypes, compute="bfloat16"))
 
 
@@ -122,16 +137,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
     parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--kda", default="", help="float32: between the projections of KDA")
     args = parser.parse_args()
     model = load_model(args.workdir)
     held = make_pipeline(model.config, "heldout", args.workdir, threads=0, tokenizer=model.tokenizer)
     tokens = np.concatenate([row.reshape(-1) for row in held[0]["tokens"]])[: args.rows * args.tokens]
     tokens = tokens.reshape(args.rows, args.tokens)
     for form in args.forms.split(","):
-        config = as_form(model.config.model, form, tokens.size)
+        config = as_form(model.config.model, form, tokens.size, args.kda)
         want, theirs = patched(form, lambda c=config: trained(c, model, tokens))
         (own, chosen), (forced, _) = patched(form, lambda c=config, e=theirs: list(served(c, model, tokens, e)))
-        print(f"{form:9s} {report(np.abs(own - want), np.abs(forced - want), theirs, chosen)}", flush=True)
+        again = np.abs(patched(form, lambda c=config: repacked(c, model, tokens)) - want).mean()
+        found = report(np.abs(own - want), np.abs(forced - want), theirs, chosen)
+        print(f"{form:9s} {found}; training packed otherwise {again:.4f}", flush=True)
 
 
 def report(gap_BT: np.ndarray, forced_BT: np.ndarray, theirs_LBTK: np.ndarray, chosen_LBTK: np.ndarray) -> str:
