@@ -8,8 +8,8 @@ cache. Both in bfloat16, with the run's weights, for experts of three forms
     both        rounded to MXFP4, their inputs to MXFP8: what model.moe.quantise=mxfp4 trains
 
 and once more with the experts that training chose forced on decoding; then through the forward pass of training again,
-packed behind other tokens, so that chunks begin elsewhere: as far as training is from itself. --kda=float32 computes
-the inside of KDA layers in float32 (model.kda.compute). The widths of experts must be multiples of 32.
+packed behind other tokens, so that chunks begin elsewhere: as far as training is from itself. --mixers=float32 is for
+model.kda.compute and model.mla.compute. The widths of experts must be multiples of 32.
 """
 
 import argparse
@@ -116,10 +116,11 @@ def served(config: ModelConfig, model: LoadedModel, tokens_BT: np.ndarray, force
             yield of_next(np.asarray(logprobs).transpose(1, 0, 2), tokens_BT), np.asarray(chosen).transpose(1, 2, 0, 3)
 
 
-def as_form(config: ModelConfig, form: str, n: int, kda: str = "") -> ModelConfig:
+def as_form(config: ModelConfig, form: str, n: int, mixers: str = "") -> ModelConfig:
     """The config in bfloat16 with experts of a form, whose training pass notes the experts of n tokens."""
     c = dataclasses.replace(config.moe, record=n, quantise="" if form == "bfloat16" else "mxfp4")
-    config = dataclasses.replace(config, kda=dataclasses.replace(config.kda, compute=kda or config.kda.compute))
+    inside = lambda c: dataclasses.replace(c, compute=mixers or c.compute)
+    config = dataclasses.replace(config, kda=inside(config.kda), mla=inside(config.mla))
     return dataclasses.replace(config, moe=c, dtypes=dataclasses.replace(config.dtypes, compute="bfloat16"))
 
 
@@ -137,14 +138,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
     parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--kda", default="", help="float32: between the projections of KDA")
+    parser.add_argument("--mixers", default="", help="float32: between the projections of KDA and MLA")
     args = parser.parse_args()
     model = load_model(args.workdir)
     held = make_pipeline(model.config, "heldout", args.workdir, threads=0, tokenizer=model.tokenizer)
     tokens = np.concatenate([row.reshape(-1) for row in held[0]["tokens"]])[: args.rows * args.tokens]
     tokens = tokens.reshape(args.rows, args.tokens)
     for form in args.forms.split(","):
-        config = as_form(model.config.model, form, tokens.size, args.kda)
+        config = as_form(model.config.model, form, tokens.size, args.mixers)
         want, theirs = patched(form, lambda c=config: trained(c, model, tokens))
         (own, chosen), (forced, _) = patched(form, lambda c=config, e=theirs: list(served(c, model, tokens, e)))
         again = np.abs(patched(form, lambda c=config: repacked(c, model, tokens)) - want).mean()

@@ -1,10 +1,10 @@
 """Log-probabilities of sampled tokens: as sampled from the cache, against the forward pass of training.
 
-  python -m benchmarks.logprob_gap --workdir=runs/a,runs/b [--requests=16 --tokens=128] [--kda=float32]
+  python -m benchmarks.logprob_gap --workdir=runs/a,runs/b [--requests=16 --tokens=128] [--mixers=float32]
 
-Both in the run's own dtypes, or with activations in --compute, or with the inside of KDA layers in --kda. What differs
-is the order of sums and, in bfloat16, where it rounds. Quantised experts (model.moe.quantise) add nothing in float32;
-in bfloat16 they pass differences on enlarged: benchmarks/gap_causes.py.
+Both in the run's own dtypes, or with activations in --compute, or with KDA and MLA inside in --mixers. What differs is
+the order of sums and, in bfloat16, where it rounds. Quantised experts (model.moe.quantise) pass differences on
+enlarged: benchmarks/gap_causes.py.
 """
 
 import argparse
@@ -24,14 +24,15 @@ from trillium_moe.train.state import model_def
 PROMPT = "def main(arguments):\n    "
 
 
-def gap(workdir: str, n: int, tokens: int, compute: str = "", kda: str = "") -> np.ndarray:
+def gap(workdir: str, n: int, tokens: int, compute: str = "", mixers: str = "") -> np.ndarray:
     """|sampled - trained| log-probability of every sampled token."""
     model = load_model(workdir)
     config = model.config.model
     if compute:
         config = dataclasses.replace(config, dtypes=dataclasses.replace(config.dtypes, compute=compute))
-    if kda:
-        config = dataclasses.replace(config, kda=dataclasses.replace(config.kda, compute=kda))
+    if mixers:
+        inside = lambda c: dataclasses.replace(c, compute=mixers)
+        config = dataclasses.replace(config, kda=inside(config.kda), mla=inside(config.mla))
     prompt = model.tokenizer.encode(PROMPT).tolist()
     length = -(-(len(prompt) + tokens) // 64) * 64
     engine = Engine(config, model.params, model.router_bias, EngineConfig(slots=n, capacity=length))
@@ -58,10 +59,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--compute", default="", help="bfloat16 or float32, instead of the run's own activations")
-    parser.add_argument("--kda", default="", help="float32: between the projections of KDA (model.kda.compute)")
+    parser.add_argument("--mixers", default="", help="float32: model.kda.compute and model.mla.compute")
     args = parser.parse_args()
     for workdir in args.workdir.split(","):
-        found = gap(workdir, args.requests, args.tokens, args.compute, args.kda)
+        found = gap(workdir, args.requests, args.tokens, args.compute, args.mixers)
         print(f"{workdir}: {found.size} tokens, |difference| mean {found.mean():.2e}, 99th percentile "
               f"{np.quantile(found, 0.99):.2e}, largest {found.max():.2e} nats", flush=True)
 

@@ -104,6 +104,7 @@ class MLAConfig:
     position: str = "none"  # none (NoPE) or rope, which rotates the rope_dim columns
     rope_theta: float = 10000.0  # base of the rotary frequencies (rope only)
     gate: str = "full"  # output gate: full or none
+    compute: str = ""  # of attention: "" as model.dtypes.compute, or float32 (without kernels)
     implementation: str = ""  # attention: "" picks by platform, else reference | xla | pallas_gpu
 
     def __post_init__(self):
@@ -111,6 +112,7 @@ class MLAConfig:
         check(self.q_lora_rank >= 0, "model.mla.q_lora_rank", self.q_lora_rank, "must be 0 (full matrix) or a rank")
         check_choice("model.mla.position", self.position, ("none", "rope"))
         check_choice("model.mla.gate", self.gate, ("full", "none"))
+        check_choice("model.mla.compute", self.compute, ("", "float32"))
         check(self.position == "none" or self.rope_dim % 2 == 0, "model.mla.rope_dim", self.rope_dim,
               "must be even when model.mla.position='rope'")
 

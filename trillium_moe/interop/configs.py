@@ -312,14 +312,14 @@ def merge(read: ModelConfig, given: ModelConfig) -> ModelConfig:
     """The architecture of `read`; how it is computed, trained and placed from `given`."""
     kept = ("scan_layers", "remat", "dtypes")
     moe = dataclasses.replace(given.moe, **{name: getattr(read.moe, name) for name in _MOE_KEPT})
-    nested = {"kda": dataclasses.replace(read.kda, implementation=given.kda.implementation, compute=given.kda.compute),
-              "mla": dataclasses.replace(read.mla, implementation=given.mla.implementation)}
+    how = lambda c: {"implementation": c.implementation, "compute": c.compute}
+    nested = {name: dataclasses.replace(getattr(read, name), **how(getattr(given, name))) for name in ("kda", "mla")}
     return dataclasses.replace(read, **nested, moe=moe, **{name: getattr(given, name) for name in kept})
 
 
 # Fields of the model that say how it is computed, trained or placed, not what it is.
 _FREE = {"kda_per_mla", "final_global", "mla_layers", "n_mtp", "mtp_weight", "scan_layers", "remat", "dtypes",
-         "kda.compute", "kda.implementation", "mla.implementation", "vision.pos_std"}
+         "kda.compute", "kda.implementation", "mla.compute", "mla.implementation", "vision.pos_std"}
 _MOE_KEPT = {"n_experts", "k", "expert_dim", "latent_dim", "latent_norm", "n_shared", "routed_scale"}
 
 

@@ -68,10 +68,9 @@ class MLA(nnx.Module):
         if c.position == "rope":
             ids = jnp.zeros(x_BTD.shape[:2], jnp.int32) if ctx.segment_ids is None else ctx.segment_ids
             at = positions(ids)
-        latent, k_rope = self.latents(x_BTD, at)
-        q = self.queries(x_BTD, at)
+        ups = self.k_up.astype(x_BTD.dtype), self.v_up.astype(x_BTD.dtype)
         o, max_logit = latent_attention(
-            q, latent, k_rope, self.k_up.astype(q.dtype), self.v_up.astype(q.dtype),
+            *map(self._inside, (self.queries(x_BTD, at), *self.latents(x_BTD, at), *ups)),
             scale=self.scale, segment_ids=ctx.segment_ids, implementation=c.implementation or None,
         )  # fmt: skip
         return self.output(o, self.gate_logits(x_BTD), x_BTD.dtype), {"max_logit": max_logit}
@@ -104,13 +103,15 @@ class MLA(nnx.Module):
             place = jnp.where(jnp.arange(T) < n_B[:, None], at, past.values.shape[1] + jnp.arange(T))
             written = past.write(rows, place, new, R)
             o = cached_attention(
-                q, at, lambda start, size: written.read(rows, start, size, q.dtype, R), past.values.shape[1],
-                (length_B + n_B).max(), *(w.astype(q.dtype) for w in self._ups), scale=self.scale,
+                self._inside(q), at, lambda start, size: self._inside(written.read(rows, start, size, q.dtype, R)),
+                past.values.shape[1], (length_B + n_B).max(), *(self._inside(w.astype(q.dtype)) for w in self._ups),
+                scale=self.scale,
             )  # fmt: skip
             return self.output(o, gate, x_BTD.dtype), written
 
         ways = {"xla": any_tokens}
-        if T <= FEW_TOKENS and rows is None and hasattr(self, "inner") and past.scale is None:
+        kernel = not self.config.mla.compute and past.scale is None
+        if kernel and T <= FEW_TOKENS and rows is None and hasattr(self, "inner"):
             ways["pallas_gpu"] = token_by_token
         return dispatch("attention over latents", ways, None)
 
@@ -152,6 +153,10 @@ class MLA(nnx.Module):
         q = self._placed(q.reshape(B, T, c.n_heads, -1), at_BT)
         gate = gate[0].reshape(B, T, c.n_heads, -1) if gate else None
         return q, self._key_placed(kept.reshape(B, T, -1), at_BT), gate
+
+    def _inside(self, x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+        """In the dtype that attention is computed in."""
+        return wide(x) if self.config.mla.compute else x
 
     @property
     def scale(self) -> float:
