@@ -10,10 +10,11 @@ from flax import nnx
 
 from configs import scales
 from tests.models import random_variables
-from trillium_moe.config import ConfigError, DtypeConfig, KDAConfig, MoEConfig
-from trillium_moe.model.cache import Recurrent
+from trillium_moe.config import ConfigError, DtypeConfig, KDAConfig, MLAConfig, MoEConfig
+from trillium_moe.model.cache import Latents, Recurrent
 from trillium_moe.model.context import Context
 from trillium_moe.model.kda import KDA
+from trillium_moe.model.mla import MLA
 from trillium_moe.model.params import layer
 from trillium_moe.model.quantise import mxfp4_weights, mxfp8
 from trillium_moe.parallel.chips import H200
@@ -29,6 +30,10 @@ def model(**kda):
 @pytest.fixture(scope="module")
 def whole():
     return nnx.merge(*random_variables(model(), std=0.1, noise=0.1))
+
+
+def apart(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 def inputs(*shape):
@@ -67,14 +72,38 @@ def test_kda_in_float32_trains_what_decoding_computes(whole):
         trained = jax.jit(lambda s, x: module(s)(x, Context(None))[0])(state, x)[0]
         return [np.asarray(y, np.float32) for y in (trained, jax.jit(steps)(state, x))]
 
-    apart = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)
     assert 3e-3 < apart(*both(model())) < 2e-2
     assert apart(*both(model(compute="float32"))) < 5e-4
 
 
-def test_kda_is_computed_in_float32_or_as_the_rest():
-    with pytest.raises(ConfigError, match="model.kda.compute=.bfloat16."):
-        KDAConfig(compute="bfloat16")
+def test_attention_in_float32_does_not_hang_on_the_order_of_products(whole):
+    """Keys and values expanded in training, queries absorbed in decoding."""
+    state, x = layer(nnx.split(whole.mla)[1], 0), inputs(1, 48, 128)
+
+    def both(**mla):
+        config = dataclasses.replace(model(), mla=MLAConfig(**mla))
+        graphdef = nnx.split(nnx.eval_shape(lambda: MLA(config, rngs=nnx.Rngs(0))))[0]
+        module = lambda s: nnx.merge(graphdef, s)
+
+        def steps(s, x):
+            def step(past, t):
+                y, past = module(s).extend(x[:, t][:, None], jnp.ones(1, jnp.int32), past, None, jnp.full(1, t))
+                return past, y[0, 0]
+
+            width = config.mla.kv_lora_rank + config.mla.rope_dim
+            return jax.lax.scan(step, Latents(jnp.zeros((1, 64, width), jnp.bfloat16)), jnp.arange(48))[1]
+
+        trained = jax.jit(lambda s, x: module(s)(x, Context(None))[0])(state, x)[0]
+        return [np.asarray(y, np.float32) for y in (trained, jax.jit(steps)(state, x))]
+
+    assert 1e-3 < apart(*both()) < 1e-2
+    assert apart(*both(compute="float32")) < 2e-4
+
+
+@pytest.mark.parametrize("config, name", [(KDAConfig, "kda"), (MLAConfig, "mla")])
+def test_mixers_are_computed_in_float32_or_as_the_rest(config, name):
+    with pytest.raises(ConfigError, match=f"model.{name}.compute=.bfloat16."):
+        config(compute="bfloat16")
 
 
 @pytest.mark.aot
