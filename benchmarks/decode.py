@@ -93,9 +93,9 @@ def experts_taken(config: ModelConfig, weights, batch: int, context: int, steps:
     few rows serve; nan elsewhere. Needs a CPU backend beside the GPU's: JAX_PLATFORMS=cuda,cpu if it is set."""
     counts, experts = [], few_rows.experts
 
-    def counted(z_ML, p_EM, *args, **kwargs):
-        jax.debug.callback(lambda taken: counts.append(int(taken)), (p_EM > 0).any(1).sum())
-        return experts(z_ML, p_EM, *args, **kwargs)
+    def counted(z_ML, routes, *args, **kwargs):
+        jax.debug.callback(lambda taken: counts.append(int(taken)), (routes.slots_EM >= 0).any(1).sum())
+        return experts(z_ML, routes, *args, **kwargs)
 
     jax.clear_caches()  # of layers that were traced without the count
     with mock.patch.object(few_rows, "experts", counted):

@@ -83,11 +83,13 @@ class Routing:
         return found._replace(experts_MK=chosen, weights_MK=weights.astype(found.weights_MK.dtype))
 
     def few_route(self, logits, bias, *, k, scale, **rest):
-        p_EM = self.own_few(logits, bias, k=k, scale=scale, **rest)
+        own = self.own_few(logits, bias, k=k, scale=scale, **rest)
+        p_EM = own.weights_EM
         scores = jax.nn.sigmoid(logits.reshape(p_EM.shape[1], -1, len(bias)).sum(1))
         chosen, weights = self._pick(scores, jax.lax.top_k(p_EM.T, k)[1].astype(jnp.int32), scale)
         taken = chosen.T[:, None] == jnp.arange(len(bias))[:, None]
-        return jnp.where(self.force, (weights.T[:, None] * taken).sum(0).astype(p_EM.dtype), p_EM)
+        forced = few_rows.Routes((weights.T[:, None] * taken).sum(0).astype(p_EM.dtype), few_rows.slots(taken.any(0)))
+        return jax.tree.map(lambda new, old: jnp.where(self.force, new, old), forced, own)
 
 
 def served(config: ModelConfig, model: LoadedModel, tokens_BT: np.ndarray, forced_LBTK: np.ndarray):

@@ -95,7 +95,7 @@ def _attend(
     mask = (h < H)[:, None]
     q = plgpu.load(latent_ref.at[b, h[:, None], r[None]], mask=mask, other=0.0)
     q_rope = plgpu.load(q_ref.at[b, h[:, None], N + rope[None]], mask=mask, other=0.0)
-    n, first = length_ref[b], run * blocks * BLOCK
+    n, active, first = length_ref[b], active_ref[b], run * blocks * BLOCK
     # of the new token, on the way while old keys are visited
     c, dtype = plgpu.load(kv_ref.at[b, r]).astype(f32), cache_ref.dtype
     norm, key = plgpu.load(norm_ref.at[r]), plgpu.load(kv_ref.at[b, R + rope])
@@ -122,7 +122,7 @@ def _attend(
     c = (c * jax.lax.rsqrt(jnp.sum(c * c) / R + eps)).astype(dtype).astype(f32)
     c = (c * norm.astype(dtype).astype(f32)).astype(dtype)
 
-    @pl.when(mine & (active_ref[b] != 0))
+    @pl.when(mine & (active != 0))
     def _():
         plgpu.store(cache_ref.at[b, n, r], c)
         plgpu.store(cache_ref.at[b, n, R + rope], key)
@@ -147,9 +147,9 @@ def _merge(runs, columns, partial_ref, top_ref, total_ref, out_ref):
         there = run < runs
         tops = plgpu.load(top_ref.at[b, run, h], mask=there, other=-jnp.inf)
         totals = plgpu.load(total_ref.at[b, run, h], mask=there, other=0.0)
+        parts = plgpu.load(partial_ref.at[b, run[:, None], h, own[None]], mask=there[:, None], other=0.0)
         new = jnp.maximum(top, jnp.max(tops))  # the first run holds key 0
         keep, weight = jnp.exp(top - new), jnp.exp(tops - new)
-        parts = plgpu.load(partial_ref.at[b, run[:, None], h, own[None]], mask=there[:, None], other=0.0)
         total = total * keep + jnp.sum(weight * totals)
         return new, total, out * keep + jnp.sum(weight[:, None] * parts, axis=0)
 

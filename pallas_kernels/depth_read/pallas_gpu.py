@@ -54,17 +54,16 @@ def _kernel(D, eps, inputs, x_ref, live_ref):
     load = lambda ref: plgpu.load(ref, mask=d < D, other=0.0).astype(f32)
     rate = lambda c: jax.lax.rsqrt(jnp.sum(c * c) / D + eps)
     rounded = lambda c: c.astype(x_ref.dtype).astype(f32)
-    live = load(inputs["live"].at[m, d])
-    if "new" in inputs:
-        live = rounded(live + load(inputs["new"].at[m, d]))
-    plgpu.store(live_ref.at[m, d], live.astype(live_ref.dtype), mask=d < D)
+    # everything is asked for before anything is waited for: no load passes a store or a barrier
+    read = {name: load(ref.at[d] if name in ("norm", "query") else ref.at[m, d]) for name, ref in inputs.items()}
+    live = rounded(read["live"] + read["new"]) if "new" in read else read["live"]
     h = live
-    if "query" in inputs:
-        query = load(inputs["query"].at[d])
-        sums = [load(inputs[i].at[m, d]) for i in inputs if isinstance(i, int)] + [live]
-        scores = [rate(c) * jnp.sum(c * query) for c in sums]
+    if "query" in read:
+        sums = [read[i] for i in read if isinstance(i, int)] + [live]
+        scores = [rate(c) * jnp.sum(c * read["query"]) for c in sums]
         top = functools.reduce(jnp.maximum, scores)
         weights = [jnp.exp(s - top) for s in scores]
         h = rounded(sum(p * c for p, c in zip(weights, sums)) / sum(weights))
-    x = rounded(h * rate(h)) * rounded(load(inputs["norm"].at[d]))
+    x = rounded(h * rate(h)) * rounded(read["norm"])
+    plgpu.store(live_ref.at[m, d], live.astype(live_ref.dtype), mask=d < D)
     plgpu.store(x_ref.at[m, d], x.astype(x_ref.dtype), mask=d < D)

@@ -5,7 +5,7 @@ product with several results, `route` ends in the weight of every expert for eve
 matrix of an expert that some row takes once, sorts nothing and forms the activation inside.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -17,6 +17,13 @@ from pallas_kernels.few_rows import pallas_gpu, xla
 ALIGN = 32  # rows of a packed matrix that every part starts at a multiple of
 
 Dtype = Any  # what jnp.dtype takes
+
+
+class Routes(NamedTuple):
+    """Experts of some rows. Pytree fields are untyped: arrays or shapes."""
+
+    weights_EM: Any  # of every expert for every row, at least float32; zero where not chosen
+    slots_EM: Any  # int32, which of the row's own experts this one is, from 0; -1 where not chosen
 
 
 def pack(matrices: list[Float[Array, "I _"]], dtype: Dtype) -> Float[Array, "O I"]:
@@ -105,20 +112,21 @@ def route(
     k: int,
     scale: float = 1.0,
     implementation: str | None = None,
-) -> Float[Array, "E M"]:
-    """Weight of every expert for every row: those of `pallas_kernels.router` (sigmoid=True), zero where not chosen.
+) -> Routes:
+    """The experts and weights of `pallas_kernels.router` (sigmoid=True).
 
     Args:
       logits_MX: float32 (or float64); several numbers per expert, E apart, are added up (products with `exact`).
       bias_E, k, scale, implementation: see `pallas_kernels.router.router`.
     """
     implementations = {"xla": xla.route, "pallas_gpu": pallas_gpu.route}
-    return dispatch("few_rows.route", implementations, implementation, logits_MX, bias_E, k, scale)
+    return Routes(*dispatch("few_rows.route", implementations, implementation, logits_MX, bias_E, k, scale))
 
 
 def experts(
     z_ML: Float[Array, "M L"],
-    p_EM: Float[Array, "E M"],
+    routes: Routes,
+    k: int,
     w_gate_ELF: Float[Array, "E L F"],
     w_up_ELF: Float[Array, "E L F"],
     w_down_EFL: Float[Array, "E F L"],
@@ -128,16 +136,17 @@ def experts(
 ) -> Float[Array, "G M L"]:
     """sum_e p_e activation(z w_gate_e, z w_up_e) w_down_e of every row, at least float32, as G sums to be added up.
 
-    The weight multiplies the activation before it is rounded to z' dtype. Experts that no row takes are not read, and
-    adding their zeros would change no bit: a row's result does not depend on other rows.
+    The weight multiplies the activation before it is rounded to z' dtype. Experts that no row takes are not read. A
+    row's sums lie in its own slots, so that they do not depend on other rows.
 
     Args:
-      p_EM: from `route`.
+      routes: from `route`.
+      k: experts of every row.
       implementation: see `pallas_kernels.dispatch`.
     """
     implementations = {"xla": xla.experts, "pallas_gpu": pallas_gpu.experts}
     weights = w_gate_ELF, w_up_ELF, w_down_EFL
-    return dispatch("few_rows.experts", implementations, implementation, z_ML, p_EM, *weights, activation)
+    return dispatch("few_rows.experts", implementations, implementation, z_ML, *routes, k, *weights, activation)
 
 
 def join(

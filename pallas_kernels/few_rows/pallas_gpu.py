@@ -1,12 +1,13 @@
 """The ops for few rows on GPUs: Pallas-Triton kernels that read every weight once.
 
-    linear      a program per 16 or 32 columns, which reads all of x; no sum is split, so none is added up afterwards
+    linear      a program per 16 or 32 columns, and per 16 rows where that leaves multiprocessors idle: x, which every
+                program reads, is more than its columns. No sum is split, so none is added up afterwards
     route       a warp per row
-    experts     two kernels: activations (a program per expert and some hidden channels), and the way back (a program
-                per group of experts and some channels)
-    join        a program per row, which adds up the groups
+    experts     a program per expert and run of hidden channels, which makes their activations and multiplies them back;
+                of the products it writes only those of rows that take the expert, each to a place of the row's own
+    join        a program per row, which adds up its experts
 
-Groups of experts are fixed, so that no row's sums depend on what other rows take.
+So no row's sums depend on what other rows take.
 """
 
 import functools
@@ -19,8 +20,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.dispatch import is_hopper
 
 MOST_ROWS = 64  # with more, products with every expert cost more than reading them
-GROUPS = 32  # of experts
-WIDEST_SUM = 1024  # that a program adds up over all groups in registers
+MULTIPROCESSORS = 132  # of an H100 or H200
+WIDEST_SUM = 1024  # that a program adds up in registers
 
 # columns, block, stages and warps of `linear` for I inputs and O columns, where they beat the usual ones; on an H200
 LINEAR = {
@@ -72,16 +73,18 @@ def linear(
     _check(interpret, x_MI, w_OI)
     M, I = x_MI.shape
     O = w_OI.shape[0]
-    tuned = LINEAR.get((I, O), (32 if O > 16 * 132 else 16, 128, 5, 4))
+    tuned = LINEAR.get((I, O), (32 if O > 16 * MULTIPROCESSORS else 16, 128, 5, 4))
     columns, block, stages, warps = (given or best for given, best in zip((columns, block, stages, warps), tuned))
     block = min(block, I & -I)
     if block < 64:
         raise NotImplementedError(f"I={I}; a multiple of 64 is supported")
-    body = functools.partial(_linear, M, _tile(M), I, block, columns, sizes, norm_eps, align)
+    programs = O // columns
+    tile = 16 if 2 * programs <= MULTIPROCESSORS else _tile(M)
+    body = functools.partial(_linear, M, tile, I, block, columns, sizes, norm_eps, align)
     args = (x_MI, w_OI) if norm_I is None else (x_MI, w_OI, norm_I.astype(f32))
     return tuple(pl.pallas_call(
         lambda *refs: body(*refs[: len(args)], *[None] * (3 - len(args)), outs=refs[len(args) :]),
-        grid=(O // columns,),
+        grid=(programs, pl.cdiv(M, tile)),
         out_shape=[jax.ShapeDtypeStruct((M, size), dtype) for size, dtype in zip(sizes, dtypes)],
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         name="few_rows_linear",
@@ -90,7 +93,7 @@ def linear(
 
 
 def _linear(M, tile, I, block, columns, sizes, norm_eps, align, x_ref, w_ref, norm_ref, outs):
-    n, rows = pl.program_id(0), jnp.arange(tile)
+    n, rows = pl.program_id(0), pl.program_id(1) * tile + jnp.arange(tile)
     own = pl.ds(n * columns, columns)
     if norm_ref is not None:
 
@@ -149,7 +152,8 @@ def heads(x_MHI, w_HOI, gate_MHO, *, columns=32, warps=4, stages=4, interpret=Fa
 def _heads(M, tile, I, columns, x_ref, w_ref, gate_ref, out_ref):
     h, rows, block = pl.program_id(1), jnp.arange(tile), 64
     at = pl.program_id(0) * columns + jnp.arange(columns)
-    mask = (rows < M)[:, None]
+    mask, where = (rows < M)[:, None], (rows[:, None], h, at[None])
+    gate = None if gate_ref is None else plgpu.load(gate_ref.at[where], mask=mask, other=0.0)  # before it is needed
 
     def step(i, acc):
         k = i * block + jnp.arange(block)
@@ -157,9 +161,8 @@ def _heads(M, tile, I, columns, x_ref, w_ref, gate_ref, out_ref):
         return acc + _dot(x, plgpu.load(w_ref.at[h, at[:, None], k[None]]), (1, 1))
 
     y = jax.lax.fori_loop(0, I // block, step, jnp.zeros((tile, columns), f32))
-    where = rows[:, None], h, at[None]
-    if gate_ref is not None:
-        y = y * _sigmoid(plgpu.load(gate_ref.at[where], mask=mask, other=0.0).astype(f32))
+    if gate is not None:
+        y = y * _sigmoid(gate.astype(f32))
     plgpu.store(out_ref.at[where], y.astype(out_ref.dtype), mask=mask)
 
 
@@ -180,46 +183,38 @@ def route(logits_MX, bias_E, k, scale, *, interpret=False):
     return pl.pallas_call(
         functools.partial(_route, E, logits_MX.shape[1] // E, k, scale),
         grid=(M,),
-        out_shape=jax.ShapeDtypeStruct((E, M), f32),
+        out_shape=[jax.ShapeDtypeStruct((E, M), f32), jax.ShapeDtypeStruct((E, M), jnp.int32)],
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         name="few_rows_route",
         interpret=interpret,
     )(logits_MX, bias_E)
 
 
-def _route(E, parts, k, scale, logits_ref, bias_ref, p_ref):
+def _route(E, parts, k, scale, logits_ref, bias_ref, p_ref, slots_ref):
     m, e = pl.program_id(0), jnp.arange(pl.next_power_of_2(E))
     load = lambda ref: plgpu.load(ref, mask=e < E, other=0.0)
     score = _sigmoid(sum(load(logits_ref.at[m, part * E + e]) for part in range(parts)))
-    left = jnp.where(e < E, score + load(bias_ref.at[e]), -jnp.inf)
-    taken = e < 0
-    for _ in range(k):
-        first = jnp.min(jnp.where((left == jnp.max(left)) & ~taken, e, E))  # ties to the lower index
-        taken = taken | (e == first)
-        left = jnp.where(e == first, -jnp.inf, left)
-    chosen = jnp.where(taken, score, 0.0)
+    # integers in the order of what selects, since a warp finds the largest of those in one instruction
+    bits, least = jax.lax.bitcast_convert_type(score + load(bias_ref.at[e]), jnp.int32), jnp.iinfo(jnp.int32).min
+    left = jnp.where(e < E, jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), least)
+    slots = jnp.full(e.shape, -1, jnp.int32)
+    for slot in range(k):
+        first = jnp.min(jnp.where((left == jnp.max(left)) & (slots < 0), e, E))  # ties to the lower index
+        slots = jnp.where(e == first, slot, slots)
+        left = jnp.where(e == first, least, left)
+    chosen = jnp.where(slots >= 0, score, 0.0)
     plgpu.store(p_ref.at[e, m], scale * chosen / (jnp.sum(chosen) + 1e-20), mask=e < E)
+    plgpu.store(slots_ref.at[e, m], slots, mask=e < E)
 
 
 # --- experts
 
 
 def experts(
-    z_ML,
-    p_EM,
-    w_gate_ELF,
-    w_up_ELF,
-    w_down_EFL,
-    activation,
-    *,
-    block=64,
-    channels=64,
-    warps=4,
-    stages=4,
-    back_stages=3,
-    interpret=False,
-):
-    """`api.experts`. The product back is turned: a weight's channels are what a warpgroup's instruction takes 64 of.
+    z_ML, p_EM, slots_EM, k, w_gate_ELF, w_up_ELF, w_down_EFL, activation,
+    *, channels=128, block=64, back=64, warps=4, stages=3, interpret=False,
+):  # fmt: skip
+    """`api.experts`.
 
     Raises:
       NotImplementedError: anything but bfloat16, widths that are multiples of 64, at most 64 rows, on a Hopper GPU.
@@ -228,25 +223,16 @@ def experts(
     (M, L), (E, _, F) = z_ML.shape, w_gate_ELF.shape
     if L % 64 or F % 64:
         raise NotImplementedError(f"L={L}, F={F}; multiples of 64 are supported")
-    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
-    hidden_EMF = pl.pallas_call(
-        functools.partial(_activations, M, _tile(M), L, block, channels, activation),
-        grid=(F // channels, E),
-        out_shape=jax.ShapeDtypeStruct((E, M, F), bf16),
-        compiler_params=params,
-        name="few_rows_experts_in",
-        interpret=interpret,
-    )(z_ML, p_EM, w_gate_ELF, w_up_ELF)
-    some = pl.cdiv(E, GROUPS)
-    back_block = 128 if F % 128 == 0 else 64
+    channels = min(channels, F & -F)
+    runs = F // channels
     return pl.pallas_call(
-        functools.partial(_back, M, _tile(M), E, F, back_block, channels, some),
-        grid=(L // channels, pl.cdiv(E, some)),
-        out_shape=jax.ShapeDtypeStruct((pl.cdiv(E, some), M, L), f32),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=back_stages),
-        name="few_rows_experts_out",
+        functools.partial(_experts, M, _tile(M), L, block, back, channels, runs, activation),
+        grid=(runs, E),
+        out_shape=jax.ShapeDtypeStruct((k * runs, M, L), f32),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        name="few_rows_experts",
         interpret=interpret,
-    )(hidden_EMF, p_EM, w_down_EFL)
+    )(z_ML, p_EM, slots_EM, w_gate_ELF, w_up_ELF, w_down_EFL)
 
 
 def _tanh(x):
@@ -257,12 +243,15 @@ def _sigmoid(x):
     return 1.0 / (1.0 + jnp.exp(-x))
 
 
-def _activations(M, tile, L, block, channels, activation, z_ref, p_ref, gate_ref, up_ref, hidden_ref):
-    f, e, rows = pl.program_id(0), pl.program_id(1), jnp.arange(tile)
-    own = pl.ds(f * channels, channels)
+def _experts(
+    M, tile, L, block, back, channels, runs, activation, z_ref, p_ref, slots_ref, gate_ref, up_ref, down_ref, parts_ref
+):  # fmt: skip
+    run, e, rows = pl.program_id(0), pl.program_id(1), jnp.arange(tile)
+    own = pl.ds(run * channels, channels)
     p = plgpu.load(p_ref.at[e, rows], mask=rows < M, other=0.0)
+    slot = plgpu.load(slots_ref.at[e, rows], mask=rows < M, other=-1)
 
-    @pl.when(jnp.max(p) > 0.0)
+    @pl.when(jnp.max(slot) >= 0)
     def _():
         def step(i, carry):
             k = pl.ds(i * block, block)
@@ -273,34 +262,15 @@ def _activations(M, tile, L, block, channels, activation, z_ref, p_ref, gate_ref
         gate, up = jax.lax.fori_loop(0, L // block, step, (zero, zero))
         # products are rounded as they are where others make them
         hidden = activation(*(x.astype(bf16).astype(f32) for x in (gate, up)), tanh=_tanh, sigmoid=_sigmoid)
-        at = f * channels + jnp.arange(channels)
         weighed = (p[:, None] * hidden).astype(bf16)
-        plgpu.store(hidden_ref.at[e, rows[:, None], at[None]], weighed, mask=(rows < M)[:, None])
 
+        def step_back(i, none):
+            y = _dot(weighed, plgpu.load(down_ref.at[e, own, pl.ds(i * back, back)]))
+            to = parts_ref.at[(slot * runs + run)[:, None], rows[:, None], (i * back + jnp.arange(back))[None]]
+            plgpu.store(to, y, mask=(slot >= 0)[:, None])
+            return none
 
-def _back(M, tile, E, F, block, channels, some, hidden_ref, p_ref, down_ref, out_ref):
-    l, group, rows = pl.program_id(0), pl.program_id(1), jnp.arange(tile)
-    own, steps = pl.ds(l * channels, channels), F // block
-    # the group's experts that some row takes, by rank
-    slot = jnp.arange(pl.next_power_of_2(some))
-    e = group * some + slot
-    there = (slot < some) & (e < E)
-    p = plgpu.load(p_ref.at[e[:, None], rows[None]], mask=there[:, None] & (rows < M)[None], other=0.0)
-    active = jnp.max(p, axis=1) > 0.0
-    before = slot[None] < slot[:, None]
-    rank = jnp.sum(jnp.where(before, active.astype(jnp.int32)[None], 0), axis=1)
-
-    def step(i, acc):
-        nth, part = jax.lax.div(i, jnp.int32(steps)), jax.lax.rem(i, jnp.int32(steps))
-        at = group * some + jnp.sum(jnp.where(active & (rank == nth), slot, 0))
-        k = part * block + jnp.arange(block)
-        hidden = plgpu.load(hidden_ref.at[at, rows[:, None], k[None]], mask=(rows < M)[:, None], other=0.0)
-        return acc + _dot(plgpu.load(down_ref.at[at, pl.ds(part * block, block), own]), hidden, (0, 1))
-
-    total = jnp.sum(active.astype(jnp.int32)) * steps
-    acc = jax.lax.fori_loop(0, total, step, jnp.zeros((channels, tile), f32))
-    at = l * channels + jnp.arange(channels)
-    plgpu.store(out_ref.at[group, rows[:, None], at[None]], acc.T, mask=(rows < M)[:, None])
+        jax.lax.fori_loop(0, L // back, step_back, None)
 
 
 # --- join
@@ -335,10 +305,10 @@ def _join(G, L, S, eps, activation, parts_ref, gate_ref, up_ref, norm_ref, out_r
     rounded = lambda x: x.astype(bf16).astype(f32)
     parts = plgpu.load(parts_ref.at[g[:, None], m, l[None]], mask=(g < G)[:, None] & (l < L)[None], other=0.0)
     gate, up = (plgpu.load(ref.at[m, s], mask=s < S, other=0.0).astype(f32) for ref in (gate_ref, up_ref))
+    norm = None if norm_ref is None else plgpu.load(norm_ref.at[l], mask=l < L, other=0.0)  # before it is needed
     u = rounded(jnp.sum(parts, axis=0))
-    if norm_ref is not None:
-        u = rounded(u * jax.lax.rsqrt(jnp.sum(u * u) / L + eps))
-        u = u * rounded(plgpu.load(norm_ref.at[l], mask=l < L, other=0.0))
+    if norm is not None:
+        u = rounded(u * jax.lax.rsqrt(jnp.sum(u * u) / L + eps)) * rounded(norm)
     plgpu.store(out_ref.at[m, l], u.astype(bf16), mask=l < L)
     hidden = activation(gate, up, tanh=_tanh, sigmoid=_sigmoid)
     plgpu.store(out_ref.at[m, L + s], hidden.astype(bf16), mask=s < S)

@@ -43,10 +43,15 @@ def route(logits_MX, bias_E, k, scale):
     M, E = logits_MX.shape[0], bias_E.shape[0]
     found = router(jax.nn.sigmoid(logits_MX.reshape(M, -1, E).sum(1)), bias_E, k=k, scale=scale, implementation="xla")
     taken_KEM = found.experts_MK.T[:, None] == jnp.arange(E)[:, None]
-    return (found.weights_MK.T[:, None] * taken_KEM).sum(0)
+    return (found.weights_MK.T[:, None] * taken_KEM).sum(0), slots(taken_KEM.any(0))
 
 
-def experts(z_ML, p_EM, w_gate_ELF, w_up_ELF, w_down_EFL, activation):
+def slots(taken_EM):
+    """`api.Routes.slots_EM` of the experts that rows take, by index."""
+    return jnp.where(taken_EM, jnp.cumsum(taken_EM.astype(jnp.int32), axis=0) - 1, -1)
+
+
+def experts(z_ML, p_EM, slots_EM, k, w_gate_ELF, w_up_ELF, w_down_EFL, activation):
     """`api.experts`: every expert for every row."""
     wide = jnp.promote_types(z_ML.dtype, jnp.float32)
     gate, up = (jnp.einsum("ml,elf->emf", z_ML, w).astype(wide) for w in (w_gate_ELF, w_up_ELF))

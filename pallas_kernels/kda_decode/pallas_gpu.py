@@ -99,10 +99,8 @@ def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
     # past inputs, oldest first, then this token's
     C = taps_ref.shape[1] + 1
     window = [[wide("taps", b, c, i, h) if c < C - 1 else wide("qkv", b, i, h) for i in range(3)] for c in range(C)]
-    for c in range(C - 1):
-        for i in range(3):
-            new = unless_idle(window[c + 1][i], window[c][i]).astype(taps_ref.dtype)
-            plgpu.store(taps_ref.at[b, c, i, h, channels], new)
+    # read now, since no load passes a store
+    gate, out_norm = wide("gate", b, h) if "gate" in inputs else None, wide("out_norm")
     if "decay_up" in inputs:  # all of it asked for before the state is: its registers are free again when that comes
         # in runs narrower than the state: of its shape, both would get the layout that suits numbers of two bytes, and
         # the state would go through shared memory to get its own again
@@ -121,5 +119,8 @@ def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
     beta = 1.0 / (1.0 + jnp.exp(-inputs["beta"][b, h].astype(f32)))
     o, state = advance(state, q, k, v, unless_idle(factor, jnp.ones_like(factor)), unless_idle(beta, 0.0))
     plgpu.store(state_ref.at[b, h, channels[:, None], channels[None]], state)
-    gate = wide("gate", b, h) if "gate" in inputs else None
-    plgpu.store(o_ref.at[b, h, channels], finish(o, gate, wide("out_norm"), norm_eps).astype(o_ref.dtype))
+    for c in range(C - 1):
+        for i in range(3):
+            new = unless_idle(window[c + 1][i], window[c][i]).astype(taps_ref.dtype)
+            plgpu.store(taps_ref.at[b, c, i, h, channels], new)
+    plgpu.store(o_ref.at[b, h, channels], finish(o, gate, out_norm, norm_eps).astype(o_ref.dtype))

@@ -69,25 +69,27 @@ def test_routing_is_the_routers(how):
     logits = normal(4, 24, dtype=jnp.float32).at[1].set(0.5)
     bias = normal(24, seed=1, dtype=jnp.float32, std=0.1).at[3].set(-jnp.inf)
     parts = jnp.concatenate([logits - 1, jnp.ones_like(logits)], axis=1)
-    got = exact(op(how, "route")(parts, bias, 5, 2.5))
+    got, slots = map(exact, op(how, "route")(parts, bias, 5, 2.5))
     score = 1 / (1 + np.exp(-exact(logits)))
     want = np.zeros((24, 4))
     for m in range(4):
         chosen = np.argsort(-(score[m] + exact(bias)), kind="stable")[:5]
         want[chosen, m] = 2.5 * score[m, chosen] / score[m, chosen].sum()
+        np.testing.assert_array_equal(np.sort(slots[chosen, m]), range(5))
     np.testing.assert_array_equal(got > 0, want > 0)
+    np.testing.assert_array_equal(slots < 0, want == 0)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @HOW
 @pytest.mark.parametrize("activation", [Activation(), Activation("swiglu")], ids=["situ", "swiglu"])
 def test_experts_are_a_loop_over_choices(how, activation):
-    E, M, L, F = 70, 3, 64, 128  # groups of three experts; most are taken by no row
+    E, M, L, F = 70, 3, 64, 192  # three runs of hidden channels; most experts are taken by no row
     z, p = normal(M, L), np.zeros((E, M), np.float32)
     for m, chosen in enumerate(([0, 2, 69], [2, 33, 35], [35, 34, 68])):
         p[chosen, m] = [0.5, 0.3, 0.2]
     w = normal(E, L, F, seed=1, std=0.2), normal(E, L, F, seed=2, std=0.2), normal(E, F, L, seed=3, std=0.2)
-    got = op(how, "experts")(z, jnp.asarray(p), *w, activation).sum(0)
+    got = op(how, "experts")(z, jnp.asarray(p), few_rows.slots(jnp.asarray(p) > 0), 3, *w, activation).sum(0)
     want = np.zeros((M, L))
     for e, m in np.argwhere(p):
         gate, up = (exact(z)[m] @ exact(x)[e] for x in w[:2])
@@ -103,10 +105,10 @@ def test_a_row_is_the_same_in_any_company():
     """Bit for bit, where others take other experts and hold other numbers of keys."""
     z, w = normal(4, 64), (normal(40, 64, 64, seed=1), normal(40, 64, 64, seed=2), normal(40, 64, 64, seed=3))
     p = np.zeros((40, 4), np.float32)
-    p[[3, 17], 0] = 0.5
+    p[[3, 17], 0] = p[[2, 16], 1:] = 0.5
     other = p.copy()
-    other[[2, 16], 1:] = 0.5
-    run = jax.jit(lambda z, p: interpreted["experts"](z, p, *w, Activation()))
+    other[[2, 16], 1:], other[[3, 18], 1:] = 0.0, 0.5
+    run = jax.jit(lambda z, p: interpreted["experts"](z, p, few_rows.slots(p > 0), 2, *w, Activation()))
     scaled = z * jnp.array([[1], [3], [5], [7]], z.dtype)
     np.testing.assert_array_equal(run(z, jnp.asarray(p))[:, 0], run(scaled, jnp.asarray(other))[:, 0])
 
@@ -154,7 +156,8 @@ def test_attention_over_latents():
     (lambda: few_rows.linear(normal(2, 64), normal(64, 64), (20,)), "sizes"),
     (lambda: few_rows.linear(normal(2, 64, dtype=jnp.float32), normal(32, 64), (20,), implementation="pallas_gpu"),
      "rows are float32"),
-    (lambda: few_rows.experts(normal(65, 64), normal(2, 65), *[normal(2, 64, 64)] * 3, implementation="pallas_gpu"),
+    (lambda: few_rows.experts(normal(65, 64), few_rows.Routes(*[normal(2, 65)] * 2), 1, *[normal(2, 64, 64)] * 3,
+                              implementation="pallas_gpu"),
      "at most 64"),
 ])  # fmt: skip
 def test_refusals_name_their_reason(call, message):

@@ -110,8 +110,8 @@ class MoE(nnx.Module):
         z, logits, shared = self._projections(x)
         bias, scores = self.bias[...], jax.nn.sigmoid(logits.reshape(*x.shape[:-1], -1, c.n_experts).sum(-2))
         if how == "fused":
-            p_EM = few_rows.route(logits, bias, k=c.k, scale=float(c.routed_scale))
-            u = few_rows.experts(z, p_EM, *self.weights(), activation=activation(self.config))
+            routes = few_rows.route(logits, bias, k=c.k, scale=float(c.routed_scale))
+            u = few_rows.experts(z, routes, c.k, *self.weights(), activation=activation(self.config))
         elif how == "grouped":
             plain = dataclasses.replace(c, balancing="none", capacity=0.0)  # without statistics, with room for all
             experts, p, _, _ = expert.route(where, plain, scores, bias, jnp.ones(x.shape[:-1], bool))
