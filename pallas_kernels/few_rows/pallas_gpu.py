@@ -212,7 +212,7 @@ def _route(E, parts, k, scale, logits_ref, bias_ref, p_ref, slots_ref):
 
 def experts(
     z_ML, p_EM, slots_EM, k, w_gate_ELF, w_up_ELF, w_down_EFL, activation,
-    *, channels=128, block=64, back=64, warps=4, stages=3, interpret=False,
+    *, channels=128, block=64, back=128, warps=8, stages=3, interpret=False,
 ):  # fmt: skip
     """`api.experts`.
 
@@ -223,7 +223,7 @@ def experts(
     (M, L), (E, _, F) = z_ML.shape, w_gate_ELF.shape
     if L % 64 or F % 64:
         raise NotImplementedError(f"L={L}, F={F}; multiples of 64 are supported")
-    channels = min(channels, F & -F)
+    channels, back = min(channels, F & -F), min(back, L & -L)
     runs = F // channels
     return pl.pallas_call(
         functools.partial(_experts, M, _tile(M), L, block, back, channels, runs, activation),
