@@ -48,7 +48,7 @@ def latent_decode(
     (B, H, _), (_, C, X), (_, R, N) = q_BHK.shape, latents_BCX.shape, k_up_HRN.shape
     if q_BHK.dtype != jnp.bfloat16 or latents_BCX.dtype != jnp.bfloat16:
         raise NotImplementedError(f"queries are {q_BHK.dtype}, latents {latents_BCX.dtype}; bfloat16 is needed")
-    if any(size < 16 or size & (size - 1) for size in (R, X - R)) or C % BLOCK or not (interpret or is_hopper()):
+    if any(size < 16 or size & (size - 1) for size in (R, X - R)) or C % 32 or not (interpret or is_hopper()):
         raise NotImplementedError(f"R={R}, P={X - R} on this device; powers of two, on compute capability 9.0, are")
     how = {"interpret": interpret}
     params = lambda warps, stages=1: plgpu.CompilerParams(num_warps=warps, num_stages=stages)

@@ -21,6 +21,7 @@ from pallas_kernels.dispatch import is_hopper
 
 MOST_ROWS = 64  # with more, products with every expert cost more than reading them
 MULTIPROCESSORS = 132  # of an H100 or H200
+SOME = 512  # inputs that are squared at a time
 WIDEST_SUM = 1024  # that a program adds up in registers
 
 # columns, block, stages and warps of `linear` for I inputs and O columns, where they beat the usual ones; on an H200
@@ -96,12 +97,12 @@ def _linear(M, tile, I, block, columns, sizes, norm_eps, align, x_ref, w_ref, no
     n, rows = pl.program_id(0), pl.program_id(1) * tile + jnp.arange(tile)
     own = pl.ds(n * columns, columns)
     if norm_ref is not None:
-
-        def squares(i, total):
-            x = _rows(x_ref, rows, i * block + jnp.arange(block), M).astype(f32)
-            return total + jnp.sum(x * x, axis=1)
-
-        rate = jax.lax.rsqrt(jax.lax.fori_loop(0, I // block, squares, jnp.zeros(tile, f32)) / I + norm_eps)
+        squares, some = 0.0, jnp.arange(min(SOME, pl.next_power_of_2(I)))
+        for start in range(0, I, SOME):  # unrolled: all are on their way at once
+            k = start + some
+            x = plgpu.load(x_ref.at[rows[:, None], k[None]], mask=(rows < M)[:, None] & (k < I)[None], other=0.0)
+            squares += x.astype(f32) * x.astype(f32)
+        rate = jax.lax.rsqrt(jnp.sum(squares, axis=1) / I + norm_eps)
 
     def step(i, acc):
         k = i * block + jnp.arange(block)
