@@ -35,15 +35,15 @@ def error(got, want):
 
 @HOW
 def test_one_product_gives_every_matrix(how):
-    """Sizes that fill no tile; a float32 matrix by its bfloat16 parts, to float32's rounding."""
-    x, matrices = normal(5, 128), [normal(128, n, seed=n, dtype=jnp.float32) for n in (72, 8, 40)]
+    """Sizes that fill no tile, rows of two programs; a float32 matrix by its bfloat16 parts, to float32's rounding."""
+    x, matrices = normal(20, 128), [normal(128, n, seed=n, dtype=jnp.float32) for n in (72, 8, 40)]
     router = few_rows.exact(matrices[2], jnp.bfloat16)
     packed = few_rows.pack([*matrices[:2], router], jnp.bfloat16)
     got = op(how, "linear")(x, packed, (72, 8, 120), (jnp.bfloat16, jnp.bfloat16, jnp.float32), None, 0.0, 32)
-    assert [y.shape for y in got] == [(5, 72), (5, 8), (5, 120)]
+    assert [y.shape for y in got] == [(20, 72), (20, 8), (20, 120)]
     for y, w in zip(got, matrices[:2]):
         assert error(y, exact(x) @ exact(w.astype(jnp.bfloat16))) < 2**-8
-    assert error(exact(got[2]).reshape(5, 3, 40).sum(1), exact(x) @ exact(matrices[2])) < 3e-7
+    assert error(exact(got[2]).reshape(20, 3, 40).sum(1), exact(x) @ exact(matrices[2])) < 3e-7
 
 
 @HOW
