@@ -13,7 +13,7 @@ def depth_read(
     sealed: tuple[Float[Array, "*b D"], ...],
     live_MD: Float[Array, "*b D"] | None,
     new_MD: Float[Array, "*b D"] | None,
-    norm_D: Float[Array, " D"],
+    norm_D: Float[Array, " D"] | None,
     eps: float,
     *,
     implementation: str | None = None,
@@ -29,7 +29,8 @@ def depth_read(
       query_D: pseudo-query; None: x reads the live sum alone.
       sealed: finished sums.
       live_MD, new_MD: the running sum and what is added to it; one of them may be None.
-      norm_D, eps: weight of the norm, and what is added to every mean of squares.
+      norm_D: weight of the norm; None: x is h.
+      eps: added to every mean of squares.
       implementation: see `pallas_kernels.dispatch`.
 
     Returns:

@@ -29,7 +29,9 @@ def depth_read(query_D, sealed, live_MD, new_MD, norm_D, eps, *, interpret=False
     if not interpret and not is_hopper():
         raise NotImplementedError("a GPU of compute capability 9.0 (H100, H200) is needed")
     flat = lambda x: x.reshape(-1, D)
-    inputs = {"norm": norm_D.astype(f32), "live": flat(live_MD)}
+    inputs = {"live": flat(live_MD)}
+    if norm_D is not None:
+        inputs["norm"] = norm_D.astype(f32)
     if new_MD is not None:
         inputs["new"] = flat(new_MD)
     if query_D is not None:
@@ -64,6 +66,6 @@ def _kernel(D, eps, inputs, x_ref, live_ref):
         top = functools.reduce(jnp.maximum, scores)
         weights = [jnp.exp(s - top) for s in scores]
         h = rounded(sum(p * c for p, c in zip(weights, sums)) / sum(weights))
-    x = rounded(h * rate(h)) * rounded(read["norm"])
+    x = rounded(h * rate(h)) * rounded(read["norm"]) if "norm" in read else h
     plgpu.store(live_ref.at[m, d], live.astype(live_ref.dtype), mask=d < D)
     plgpu.store(x_ref.at[m, d], x.astype(x_ref.dtype), mask=d < D)

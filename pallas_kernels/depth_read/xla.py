@@ -17,4 +17,4 @@ def depth_read(query_D, sealed, live_MD, new_MD, norm_D, eps):
         scores = [(normed(c) * query_D.astype(c.dtype)).sum(-1) for c in candidates]
         p = jax.nn.softmax(jnp.stack(scores), axis=0)
         h = rounded(sum(p_M[..., None] * c for p_M, c in zip(p, candidates)), dtype)
-    return scaled(normed(widened(h)), norm_D, dtype), live_MD
+    return h if norm_D is None else scaled(normed(widened(h)), norm_D, dtype), live_MD

@@ -30,8 +30,10 @@ def test_read_is_the_training_layers(how, n, reads, new):
     if reads:
         stacked = jnp.stack([*sealed, jnp.zeros_like(live)])[:, :, None]
         h = read(query, stacked, n, want[:, None], True, EPS)[0][:, 0]
-    y = np.asarray(rms_norm(h, norm, EPS), np.float64)
-    assert np.linalg.norm(np.asarray(x, np.float64) - y) < 3e-3 * np.linalg.norm(y)  # a rounding here and there
+    raw, _ = how(query, sealed, live, added, None, EPS)
+    for got, y in ((x, rms_norm(h, norm, EPS)), (raw, h)):
+        got, y = np.asarray(got, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(got - y) < 3e-3 * np.linalg.norm(y)  # a rounding here and there
 
 
 def test_a_first_sum_needs_no_other():

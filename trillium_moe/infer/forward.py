@@ -16,7 +16,6 @@ from flax import nnx
 
 from pallas_kernels.depth_read import depth_read
 from trillium_moe.config import ModelConfig
-from trillium_moe.model.attn_res import read
 from trillium_moe.model.cache import Cache
 from trillium_moe.model.kda import settled
 from trillium_moe.model.norms import rms_norm
@@ -228,11 +227,10 @@ def extend(
                 kda[i] = put(kda[i], state)
             case _:
                 new = _ffn(config, kind, variables, x)
-    live = new if live is None else live + new
-    if schedule.reads:
-        live, _ = read(weights.query[-1], jnp.stack(sealed), len(sealed), live, True, config.norm_eps)
+    query = weights.query[-1] if schedule.reads else None
+    h, _ = _read(query, tuple(sealed), live, new, None, config.norm_eps, implementation=how)
     length = cache.length if undecided else put(cache.length, length_S + n_S)
-    return live, cache._replace(length=length, mla=tuple(mla), kda=tuple(kda))
+    return h, cache._replace(length=length, mla=tuple(mla), kda=tuple(kda))
 
 
 # Programs inside the program: layers of a kind are traced and lowered once, not once each.
