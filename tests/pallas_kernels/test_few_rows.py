@@ -11,6 +11,7 @@ from pallas_kernels import few_rows
 from pallas_kernels.attention import gpu_decode
 from pallas_kernels.expert_ffn.activation import Activation
 from pallas_kernels.few_rows import pallas_gpu, xla
+from tests.pallas_kernels.test_kda_tpu import absent_mesh
 
 interpreted = {name: functools.partial(getattr(pallas_gpu, name), interpret=True)
                for name in ("linear", "heads", "route", "experts", "join")}  # fmt: skip
@@ -163,3 +164,21 @@ def test_attention_over_latents():
 def test_refusals_name_their_reason(call, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         call()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("M, L, F", [(1, 64, 192), (32, 512, 512), (64, 2304, 1024)])
+def test_experts_compile(M, L, F):
+    """The widths of `large` and of the released 48B model, and one that fills no run of channels."""
+    mesh, E, k = absent_mesh("h200:1"), 16, 4
+    where = jax.sharding.NamedSharding(mesh, jax.P())
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype, sharding=where)
+    args = shape(M, L), shape(M, E, dtype=jnp.float32), shape(E, dtype=jnp.float32)
+    weights = shape(E, L, F), shape(E, L, F), shape(E, F, L)
+
+    def run(z, logits, bias, *w):
+        return few_rows.experts(z, few_rows.route(logits, bias, k=k), k, *w, implementation="pallas_gpu")
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run).lower(*args, *weights).compile()
+    assert compiled.out_info.shape[0] % k == 0 and compiled.out_info.shape[1:] == (M, L)
