@@ -18,7 +18,8 @@ from pallas_kernels import few_rows
 from pallas_kernels.dispatch import is_hopper
 
 PROGRAMS = 264  # two for every multiprocessor
-BLOCK = 32  # keys
+BLOCK = 32  # keys that are read at a time
+MOST, MOST_BYTES = 128, 96 << 10  # keys of a run that is read at once
 SOME = 16  # runs that are merged at a time
 
 f32 = jnp.float32
@@ -26,7 +27,7 @@ f32 = jnp.float32
 
 def latent_decode(
     q_BHK, kv_BX, norm_R, norm_eps, latents_BCX, length_B, active_B, k_up_HRN, v_up_HVR, gate_BHV, scale,
-    *, stages=3, warps=4, interpret=False,
+    *, warps=4, interpret=False,
 ):
     """Writes a token of every sequence, and is `cached.cached_attention` of its query, in absorbed form.
 
@@ -48,23 +49,26 @@ def latent_decode(
     (B, H, _), (_, C, X), (_, R, N) = q_BHK.shape, latents_BCX.shape, k_up_HRN.shape
     if q_BHK.dtype != jnp.bfloat16 or latents_BCX.dtype != jnp.bfloat16:
         raise NotImplementedError(f"queries are {q_BHK.dtype}, latents {latents_BCX.dtype}; bfloat16 is needed")
-    if any(size < 16 or size & (size - 1) for size in (R, X - R)) or C % 32 or not (interpret or is_hopper()):
+    if any(size < 16 or size & (size - 1) for size in (R, X - R)) or C % BLOCK or not (interpret or is_hopper()):
         raise NotImplementedError(f"R={R}, P={X - R} on this device; powers of two, on compute capability 9.0, are")
     how = {"interpret": interpret}
     params = lambda warps, stages=1: plgpu.CompilerParams(num_warps=warps, num_stages=stages)
-    blocks = pl.cdiv(pl.cdiv(C, BLOCK), pl.cdiv(PROGRAMS, B))  # of a run
-    runs = pl.cdiv(C, blocks * BLOCK)
+    keys = pl.cdiv(C, pl.cdiv(PROGRAMS, B))  # of a run, before rounding
+    whole = max(BLOCK, pl.next_power_of_2(keys))
+    block = whole if keys <= MOST and 2 * whole * X <= MOST_BYTES else BLOCK
+    blocks = pl.cdiv(keys, block)  # of a run
+    runs = pl.cdiv(C, blocks * block)
     shape = jax.ShapeDtypeStruct
     latent_BHR = few_rows.heads(q_BHK, k_up_HRN)
     latents_BCX, partial, top, total = pl.pallas_call(
-        functools.partial(_attend, C, H, R, N, X - R, blocks, scale, norm_eps),
+        functools.partial(_attend, C, H, R, N, X - R, block, blocks, scale, norm_eps),
         grid=(runs, B),
         out_shape=[
             shape(latents_BCX.shape, latents_BCX.dtype),
             shape((B, runs, H, R), f32), shape((B, runs, H), f32), shape((B, runs, H), f32),
         ],
         input_output_aliases={0: 0},
-        compiler_params=params(warps, stages),
+        compiler_params=params(warps, 2 if blocks == 1 else 3),
         name="latent_decode_attend",
         **how,
     )(latents_BCX, latent_BHR, q_BHK, kv_BX, norm_R.astype(f32), length_B, active_B)  # fmt: skip
@@ -86,7 +90,7 @@ def _dot(a, b, contract):
 
 
 def _attend(
-    C, H, R, N, P, blocks, scale, eps,
+    C, H, R, N, P, block, blocks, scale, eps,
     _, latent_ref, q_ref, kv_ref, norm_ref, length_ref, active_ref, cache_ref, partial_ref, top_ref, total_ref,
 ):  # fmt: skip
     run, b = pl.program_id(0), pl.program_id(1)
@@ -95,14 +99,14 @@ def _attend(
     mask = (h < H)[:, None]
     q = plgpu.load(latent_ref.at[b, h[:, None], r[None]], mask=mask, other=0.0)
     q_rope = plgpu.load(q_ref.at[b, h[:, None], N + rope[None]], mask=mask, other=0.0)
-    n, active, first = length_ref[b], active_ref[b], run * blocks * BLOCK
+    n, active, first = length_ref[b], active_ref[b], run * blocks * block
     # of the new token, on the way while old keys are visited
     c, dtype = plgpu.load(kv_ref.at[b, r]).astype(f32), cache_ref.dtype
     norm, key = plgpu.load(norm_ref.at[r]), plgpu.load(kv_ref.at[b, R + rope])
 
     def visit(i, carry):
         top, total, out = carry
-        key = first + i * BLOCK + jnp.arange(BLOCK)
+        key = first + i * block + jnp.arange(block)
         there = key < n
         read = lambda columns: plgpu.load(cache_ref.at[b, key[:, None], columns[None]], mask=there[:, None], other=0.0)
         latent = read(r)
@@ -113,12 +117,12 @@ def _attend(
         out = out * keep[:, None] + _dot(p.astype(latent.dtype), latent, (1, 0))
         return new, total * keep + jnp.sum(p, axis=1), out
 
-    visits = jnp.clip((n - first + BLOCK - 1) // BLOCK, 0, blocks)
+    visits = jnp.clip((n - first + block - 1) // block, 0, blocks)
     empty = jnp.full(tile, -jnp.inf, f32), jnp.zeros(tile, f32), jnp.zeros((tile, R), f32)
     top, total, out = jax.lax.fori_loop(0, visits, visit, empty)
 
     # the new token, whose place no other program reads; without one an empty sequence still has finite outputs
-    mine = (n < C) & (n >= first) & (n < first + blocks * BLOCK)
+    mine = (n < C) & (n >= first) & (n < first + blocks * block)
     c = (c * jax.lax.rsqrt(jnp.sum(c * c) / R + eps)).astype(dtype).astype(f32)
     c = (c * norm.astype(dtype).astype(f32)).astype(dtype)
 

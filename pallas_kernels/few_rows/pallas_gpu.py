@@ -1,7 +1,6 @@
 """The ops for few rows on GPUs: Pallas-Triton kernels that read every weight once.
 
-    linear      a program per 16 or 32 columns, and per 16 rows where that leaves multiprocessors idle: x, which every
-                program reads, is more than its columns. No sum is split, so none is added up afterwards
+    linear      a program per 16 or 32 columns, which reads all of x; no sum is split, so none is added up afterwards
     route       a warp per row
     experts     a program per expert and run of hidden channels, which makes their activations and multiplies them back;
                 of the products it writes only those of rows that take the expert, each to a place of the row's own
@@ -20,8 +19,6 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.dispatch import is_hopper
 
 MOST_ROWS = 64  # with more, products with every expert cost more than reading them
-MULTIPROCESSORS = 132  # of an H100 or H200
-SOME = 512  # inputs that are squared at a time
 WIDEST_SUM = 1024  # that a program adds up in registers
 
 # columns, block, stages and warps of `linear` for I inputs and O columns, where they beat the usual ones; on an H200
@@ -29,7 +26,6 @@ LINEAR = {
     (1024, 1024): (16, 256, 4, 2),
     (1536, 1024): (16, 256, 6, 2),
     (1024, 1728): (16, 256, 4, 2),
-    (1024, 4256): (16, 256, 4, 2),
 }
 
 bf16, f32 = jnp.bfloat16, jnp.float32
@@ -74,18 +70,16 @@ def linear(
     _check(interpret, x_MI, w_OI)
     M, I = x_MI.shape
     O = w_OI.shape[0]
-    tuned = LINEAR.get((I, O), (32 if O > 16 * MULTIPROCESSORS else 16, 128, 5, 4))
+    tuned = LINEAR.get((I, O), (32 if O > 16 * 132 else 16, 128, 5, 4))
     columns, block, stages, warps = (given or best for given, best in zip((columns, block, stages, warps), tuned))
     block = min(block, I & -I)
     if block < 64:
         raise NotImplementedError(f"I={I}; a multiple of 64 is supported")
-    programs = O // columns
-    tile = 16 if 2 * programs <= MULTIPROCESSORS else _tile(M)
-    body = functools.partial(_linear, M, tile, I, block, columns, sizes, norm_eps, align)
+    body = functools.partial(_linear, M, _tile(M), I, block, columns, sizes, norm_eps, align)
     args = (x_MI, w_OI) if norm_I is None else (x_MI, w_OI, norm_I.astype(f32))
     return tuple(pl.pallas_call(
         lambda *refs: body(*refs[: len(args)], *[None] * (3 - len(args)), outs=refs[len(args) :]),
-        grid=(programs, pl.cdiv(M, tile)),
+        grid=(O // columns,),
         out_shape=[jax.ShapeDtypeStruct((M, size), dtype) for size, dtype in zip(sizes, dtypes)],
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         name="few_rows_linear",
@@ -94,15 +88,15 @@ def linear(
 
 
 def _linear(M, tile, I, block, columns, sizes, norm_eps, align, x_ref, w_ref, norm_ref, outs):
-    n, rows = pl.program_id(0), pl.program_id(1) * tile + jnp.arange(tile)
+    n, rows = pl.program_id(0), jnp.arange(tile)
     own = pl.ds(n * columns, columns)
     if norm_ref is not None:
-        squares, some = 0.0, jnp.arange(min(SOME, pl.next_power_of_2(I)))
-        for start in range(0, I, SOME):  # unrolled: all are on their way at once
-            k = start + some
-            x = plgpu.load(x_ref.at[rows[:, None], k[None]], mask=(rows < M)[:, None] & (k < I)[None], other=0.0)
-            squares += x.astype(f32) * x.astype(f32)
-        rate = jax.lax.rsqrt(jnp.sum(squares, axis=1) / I + norm_eps)
+
+        def squares(i, total):
+            x = _rows(x_ref, rows, i * block + jnp.arange(block), M).astype(f32)
+            return total + jnp.sum(x * x, axis=1)
+
+        rate = jax.lax.rsqrt(jax.lax.fori_loop(0, I // block, squares, jnp.zeros(tile, f32)) / I + norm_eps)
 
     def step(i, acc):
         k = i * block + jnp.arange(block)
@@ -268,7 +262,8 @@ def _experts(
         def step_back(i, none):
             y = _dot(weighed, plgpu.load(down_ref.at[e, own, pl.ds(i * back, back)]))
             to = parts_ref.at[(slot * runs + run)[:, None], rows[:, None], (i * back + jnp.arange(back))[None]]
-            plgpu.store(to, y, mask=(slot >= 0)[:, None])
+            # the weights of other experts would push them out of the cache before they are joined
+            plgpu.store(to, y, mask=(slot >= 0)[:, None], eviction_policy="evict_last")
             return none
 
         jax.lax.fori_loop(0, L // back, step_back, None)

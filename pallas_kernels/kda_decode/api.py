@@ -20,7 +20,7 @@ IMPLEMENTATIONS = {
 def kda_decode(
     qkv: Float[Array, "B 3 H K"],
     decay: Float[Array, "B H K"] | Float[Array, "B R"],
-    beta: Float[Array, "B H"],
+    beta: Float[Array, "B H"] | Float[Array, "B D"],
     gate: Float[Array, "B H K"] | None,
     taps: Float[Array, "B S 3 H K"],
     state: Float[Array, "B H K K"],
@@ -33,6 +33,7 @@ def kda_decode(
     norm_eps: float = 1e-5,
     active: Bool[Array, " B"] | None = None,
     decay_up: Float[Array, "X R"] | None = None,
+    beta_in: Float[Array, "Y D"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B S 3 H K"], Float[Array, "B H K K"]]:
     """One token of B sequences through a KDA layer, between its input projections and its output projection.
@@ -46,8 +47,8 @@ def kda_decode(
 
     Args:
       qkv: projections of the token before the convolution, in the compute dtype (bfloat16, float32 or float64).
-      decay, beta, gate: logits, without dt_bias; with `decay_up`, decay is what that multiplies. gate=None: no output
-        gate.
+      decay, beta, gate: logits, without dt_bias; with `decay_up`, decay is what that multiplies, and with `beta_in`,
+        beta. gate=None: no output gate.
       taps: the convolutions' last inputs, oldest first; S = C - 1, or 0 without convolution.
       state: recurrent state after the last token, [K, V] per head; float32, or float64 for float64 inputs.
       conv: weights of the three depthwise convolutions, whose last tap meets this token; None: no convolution.
@@ -56,6 +57,7 @@ def kda_decode(
       active: sequences that have a token; taps and states of the others keep every bit, and their outputs mean nothing.
         None: all.
       decay_up: [H K or more, R]: row h K + k gives the decay logit of channel k of head h; a product in float32.
+      beta_in: [H or more, D]: row h gives the logit of head h's step size; a product in float32.
       implementation: see `pallas_kernels.dispatch`.
 
     Returns:
@@ -74,7 +76,7 @@ def kda_decode(
     C = 1 if conv is None else conv.shape[-1]
     needed = {
         "decay": (decay, (B, H, K) if decay_up is None else (B, decay_up.shape[1])),
-        "beta": (beta, (B, H)),
+        "beta": (beta, (B, H) if beta_in is None else (B, beta_in.shape[1])),
         "gate": (gate, (B, H, K)),
         "taps": (taps, (B, C - 1, 3, H, K)),
         "state": (state, (B, H, K, K)),
@@ -103,4 +105,5 @@ def kda_decode(
         norm_eps=norm_eps,
         active=active,
         decay_up=decay_up,
+        beta_in=beta_in,
     )

@@ -35,6 +35,7 @@ def kda_decode_pallas_gpu(
     norm_eps,
     active=None,
     decay_up=None,
+    beta_in=None,
     interpret=False,
 ):
     """`api.kda_decode`. With `interpret` on any platform, for tests.
@@ -72,6 +73,8 @@ def kda_decode_pallas_gpu(
         inputs["gate"] = gate
     if decay_up is not None:
         inputs["decay_up"] = decay_up
+    if beta_in is not None:
+        inputs["beta_in"] = beta_in
     if active is not None:
         inputs["active"] = active.astype(jnp.int32)
     names = list(inputs)
@@ -100,6 +103,9 @@ def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
     C = taps_ref.shape[1] + 1
     window = [[wide("taps", b, c, i, h) if c < C - 1 else wide("qkv", b, i, h) for i in range(3)] for c in range(C)]
     # read now, since no load passes a store
+    if "beta_in" in inputs:
+        d = jnp.arange(pl.next_power_of_2(D := inputs["beta_in"].shape[1]))
+        x, w = (plgpu.load(inputs[name].at[i, d], mask=d < D, other=0.0) for name, i in (("beta", b), ("beta_in", h)))
     gate, out_norm = wide("gate", b, h) if "gate" in inputs else None, wide("out_norm")
     if "decay_up" in inputs:  # all of it asked for before the state is: its registers are free again when that comes
         # in runs narrower than the state: of its shape, both would get the layout that suits numbers of two bytes, and
@@ -116,7 +122,8 @@ def _kernel(g_min, norm_eps, inputs, o_ref, taps_ref, state_ref):
     conv = {(c, i): wide("conv", c, i, h) for c in range(C) for i in range(3)}
     z, a_log = z + wide("dt_bias", h), inputs["a_log"][h]
     q, k, v, factor = prepare(window, conv, z, a_log, g_min)
-    beta = 1.0 / (1.0 + jnp.exp(-inputs["beta"][b, h].astype(f32)))
+    beta = jnp.sum(x.astype(f32) * w.astype(f32)) if "beta_in" in inputs else inputs["beta"][b, h].astype(f32)
+    beta = 1.0 / (1.0 + jnp.exp(-beta))
     o, state = advance(state, q, k, v, unless_idle(factor, jnp.ones_like(factor)), unless_idle(beta, 0.0))
     plgpu.store(state_ref.at[b, h, channels[:, None], channels[None]], state)
     for c in range(C - 1):

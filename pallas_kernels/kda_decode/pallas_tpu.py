@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import target
-from pallas_kernels.kda_decode.step import advance, decay_logits, finish, prepare
+from pallas_kernels.kda_decode.step import advance, beta_logits, decay_logits, finish, prepare
 
 WIDTHS = (64, 128)
 HEADS = 16  # of a program: a whole tile of bfloat16 rows
@@ -35,6 +35,7 @@ def kda_decode_pallas_tpu(
     norm_eps,
     active=None,
     decay_up=None,
+    beta_in=None,
     interpret: Any = False,
 ):
     """`api.kda_decode`. With `interpret` (True or `pltpu.InterpretParams`) on any platform, for tests.
@@ -79,7 +80,7 @@ def kda_decode_pallas_tpu(
     inputs = {
         "qkv": qkv,
         "decay": decay_logits(decay, decay_up, H, K).astype(f32),
-        "beta": beta.astype(f32)[..., None],
+        "beta": beta_logits(beta, beta_in, H).astype(f32)[..., None],
         "active": None if active is None else active.astype(f32)[:, None, None],
         "gate": gate,
         "taps": taps_in,

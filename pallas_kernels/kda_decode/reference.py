@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda.reference import L2_EPS, kda_reference
-from pallas_kernels.kda_decode.step import decay_logits
+from pallas_kernels.kda_decode.step import beta_logits, decay_logits
 
 
 def kda_decode_reference(
-    qkv, decay, beta, gate, taps, state, *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None, decay_up=None
-):
+    qkv, decay, beta, gate, taps, state,
+    *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None, decay_up=None, beta_in=None,
+):  # fmt: skip
     """`api.kda_decode`, everything between rounding of inputs and outputs in the dtype of the state."""
     wide = lambda x: x.astype(state.dtype)
     window_BC3HK = jnp.concatenate([taps, qkv[:, None]], axis=1)
@@ -21,7 +22,7 @@ def kda_decode_reference(
 
     z, rate = wide(decay_logits(decay, decay_up, *qkv.shape[2:])) + wide(dt_bias), jnp.exp(wide(a_log))[:, None]
     g = -rate * jax.nn.softplus(z) if g_min is None else g_min * jax.nn.sigmoid(rate * z)
-    one_token = [x[:, None] for x in (q, k, v, g, jax.nn.sigmoid(wide(beta)))]
+    one_token = [x[:, None] for x in (q, k, v, g, jax.nn.sigmoid(wide(beta_logits(beta, beta_in, qkv.shape[2]))))]
     o, new_state = kda_reference(*one_token, scale=q.shape[-1] ** -0.5, initial_state=state, segment_ids=None)
 
     o = o[:, 0] / jnp.sqrt((o[:, 0] ** 2).mean(-1, keepdims=True) + norm_eps) * wide(out_norm)

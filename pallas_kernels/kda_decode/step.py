@@ -17,6 +17,14 @@ def decay_logits(decay, decay_up, H, K):
     return z.reshape(-1, H, K)
 
 
+def beta_logits(beta, beta_in, H):
+    """[B, H], of `api.kda_decode`'s arguments."""
+    if beta_in is None:
+        return beta
+    wide = jnp.promote_types(beta.dtype, jnp.float32)
+    return jnp.einsum("bd,hd->bh", beta, beta_in[:H], precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
+
+
 def prepare(window, conv, z, a_log, g_min):
     """q times K^-0.5, k, v and the decay factor e^g.
 

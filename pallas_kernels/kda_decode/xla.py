@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda_decode.step import advance, decay_logits, finish, prepare
+from pallas_kernels.kda_decode.step import advance, beta_logits, decay_logits, finish, prepare
 from pallas_kernels.rounding import widened
 
 
 def kda_decode_xla(
-    qkv, decay, beta, gate, taps, state, *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None, decay_up=None
-):
+    qkv, decay, beta, gate, taps, state,
+    *, conv, a_log, dt_bias, out_norm, g_min, norm_eps, active=None, decay_up=None, beta_in=None,
+):  # fmt: skip
     """`api.kda_decode`."""
     wide = lambda x: widened(x).astype(state.dtype)
     window_BC3HK = jnp.concatenate([taps, qkv[:, None]], axis=1)
@@ -17,7 +18,7 @@ def kda_decode_xla(
     conv_C3HK = None if conv is None else jnp.moveaxis(wide(conv), -1, 0)
     z = wide(decay_logits(decay, decay_up, *qkv.shape[2:])) + wide(dt_bias)
     q, k, v, factor = prepare(window, conv_C3HK, z, wide(a_log)[:, None], g_min)
-    beta, new_taps = jax.nn.sigmoid(wide(beta))[..., None], window_BC3HK[:, 1:]
+    beta, new_taps = jax.nn.sigmoid(wide(beta_logits(beta, beta_in, qkv.shape[2])))[..., None], window_BC3HK[:, 1:]
     if active is not None:
         on = active[:, None, None]
         factor, beta = jnp.where(on, factor, 1), jnp.where(on, beta, 0)

@@ -127,9 +127,10 @@ def test_parts_are_joined_with_the_shared_experts(how, normed):
     assert error(got[:, :96], u) < 6e-3 and error(got[:, 96:], gate / (1 + np.exp(-gate)) * up) < 4e-3
 
 
-def test_attention_over_latents():
-    """A token after none, after part of a run, and the last there is room for; a sequence without one, which is full.
-    Three runs of keys."""
+@pytest.mark.parametrize("programs", [264, 8, 4], ids=["six runs of 32", "two read at once", "one of six blocks"])
+def test_attention_over_latents(programs, monkeypatch):
+    """A token after none, after part of a run, and the last there is room for; a full sequence without one."""
+    monkeypatch.setattr(gpu_decode, "PROGRAMS", programs)
     B, H, C, R, P, N, V = 4, 3, 192, 64, 16, 64, 64
     q, kv, latents, gate = normal(B, H, N + P), normal(B, R + P, seed=5), normal(B, C, R + P, seed=1), normal(B, H, V)
     k_up, v_up = normal(H, R, N, seed=3, std=0.2), normal(H, V, R, seed=4, std=0.2)

@@ -107,14 +107,16 @@ def test_idle_sequences_keep_every_bit(op):
 
 
 @pytest.mark.parametrize("op", [kda_decode_xla, interpreted, on_triton], ids=["xla", "pallas_tpu", "pallas_gpu"])
-def test_decays_of_low_rank(op):
-    """Logits left as two factors, the second with rows to spare."""
+def test_logits_left_as_two_factors(op):
+    """Of decays and step sizes, the second with rows to spare."""
     arrays, keywords = make(2, 2, 64)
     rng = np.random.default_rng(1)
     down, up = jnp.asarray(rng.normal(size=(2, 32)), jnp.float32), jnp.asarray(rng.normal(size=(160, 32)), jnp.float32)
     low = [arrays[0], down, *arrays[2:]]
     arrays[1] = jnp.einsum("br,xr->bx", down, up, precision="highest")[:, :128].reshape(2, 2, 64)
-    got = jax.jit(lambda *x: op(*x, **keywords, decay_up=up))(*low)
+    x, beta_in = (jnp.asarray(rng.normal(size=(n, 48)) / 5, jnp.float32) for n in (2, 3))
+    low[2], arrays[2] = x, jnp.einsum("bd,hd->bh", x, beta_in[:2], precision="highest")
+    got = jax.jit(lambda *x: op(*x, **keywords, decay_up=up, beta_in=beta_in))(*low)
     for name, x, y in zip(NAMES, got, exact(arrays, keywords)):
         assert relative_error(x, y) < 2e-6, name
 

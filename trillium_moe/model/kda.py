@@ -143,7 +143,9 @@ class KDA(nnx.Module):
     def _steps(self, x_BTD, n_B, past: Recurrent, undecided: bool) -> tuple[Array, Recurrent]:
         """`extend`, one token after the other."""
         inputs, *_ = tokens = self._projections(x_BTD, low_rank=self._multiplies_later)
-        up = {"decay_up": self.packed_decay_up[...]} if self._multiplies_later else {}
+        up = {}
+        if self._multiplies_later:
+            up = {"decay_up": self.packed_decay_up[...], "beta_in": self.packed_beta[...]}
         a_log, dt_bias = self.gate_of_decay
         out, states, taps = [], [past.state], past.taps
         for t in range(x_BTD.shape[1]):
@@ -166,7 +168,8 @@ class KDA(nnx.Module):
         flat = lambda name: getattr(self, name)[...].reshape(getattr(self, name).shape[0], -1)
         gate = {"full": ["gate"], "low_rank": ["gate_down"]}.get(c.gate, [])
         qkv = jnp.concatenate([flat(name) for name in "qkv"], axis=1)
-        self.inner = nnx.Param(few_rows.pack([qkv, *map(flat, ("decay_down", "beta", *gate))], dtype))
+        self.inner = nnx.Param(few_rows.pack([qkv, *map(flat, ("decay_down", *gate))], dtype))
+        self.packed_beta = nnx.Param(few_rows.pack([flat("beta")], dtype))
         ups = ["decay_up", *(["gate_up"] if c.gate == "low_rank" else [])]
         for name in ups:
             setattr(self, f"packed_{name}", nnx.Param(few_rows.pack([flat(name)], dtype)))
@@ -179,13 +182,13 @@ class KDA(nnx.Module):
 
     @property
     def _multiplies_later(self) -> bool:
-        """Whether decoding leaves the second factor of the decay's projection to the op."""
+        """Whether decoding leaves the second factor of the decay's projection, and that of the step size, to the op."""
         return hasattr(self, "inner") and self.config.kda.decay_per == "channel"
 
     def _projections(self, x_BTD, low_rank: bool = False) -> tuple[Array, Array, Array, Array | None]:
         """What the convolutions take [B, T, 3, H, K], and the logits of decay, step size [B, T, H] and output gate.
 
-        low_rank: of the decay, what `packed_decay_up` multiplies.
+        low_rank: of decay and step size, what `packed_decay_up` and `packed_beta` multiply.
         """
         if not hasattr(self, "inner"):
             inputs = jnp.stack([_heads(x_BTD, getattr(self, name)) for name in "qkv"], axis=2)
@@ -194,17 +197,18 @@ class KDA(nnx.Module):
         H, K = c.n_heads, c.head_dim
         heads = lambda x, *of: x.reshape(B, T, *of, H, x.shape[-1] // H // math.prod(of))
         gate_size = {"full": [H * K], "low_rank": [c.gate_rank or K]}.get(c.gate, [])
-        sizes = (3 * H * K, self.packed_decay_up.shape[1], H, *gate_size)
-        qkv, down, beta, *gate = few_rows.linear(x_BTD.reshape(-1, D), self.inner[...], sizes)
+        sizes, x = (3 * H * K, self.packed_decay_up.shape[1], *gate_size), x_BTD.reshape(-1, D)
+        qkv, down, *gate = few_rows.linear(x, self.inner[...], sizes)
         if low_rank:
-            z = down.reshape(B, T, -1)
+            z, beta = down.reshape(B, T, -1), x_BTD
         else:
+            (beta,) = few_rows.linear(x, self.packed_beta[...], (H,))
             decays = H * (K if c.decay_per == "channel" else 1)
             (z,) = few_rows.linear(down, self.packed_decay_up[...], (decays,), (wide(down).dtype,))
             z = self._in_channels(heads(z))
         if c.gate == "low_rank":
             gate = few_rows.linear(*gate, self.packed_gate_up[...], (H * K,))
-        return heads(qkv, 3), z, beta.reshape(B, T, H), heads(*gate) if gate else None
+        return heads(qkv, 3), z, beta.reshape(B, T, -1), heads(*gate) if gate else None
 
     @property
     def _conv(self) -> Float[Array, "3 H K C"] | None:
