@@ -142,7 +142,7 @@ def _links(axis, ids_BT, shape):
 def kda_decode(
     qkv: Float[Array, "B 3 H K"],
     decay: Float[Array, "B H K"] | Float[Array, "B R"],
-    beta: Float[Array, "B H"],
+    beta: Float[Array, "B H"] | Float[Array, "B D"],
     gate: Float[Array, "B H K"] | None,
     taps: Float[Array, "B S 3 H K"],
     state: Float[Array, "B H K K"],
@@ -154,7 +154,7 @@ def kda_decode(
     active: Bool[Array, " B"],
     **settings,
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B S 3 H K"], Float[Array, "B H K K"]]:
-    """`pallas_kernels.kda_decode` under the current mesh: arguments and results as there, decay_up on one device."""
+    """`pallas_kernels.kda_decode` under the current mesh: arguments and results as there, second factors on one device."""
 
     def run(arrays, weights, active):
         names = ("conv", "a_log", "dt_bias", "out_norm")
