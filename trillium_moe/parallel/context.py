@@ -154,7 +154,7 @@ def kda_decode(
     active: Bool[Array, " B"],
     **settings,
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B S 3 H K"], Float[Array, "B H K K"]]:
-    """`pallas_kernels.kda_decode` under the current mesh: arguments and results as there. Second factors: one device."""
+    """`pallas_kernels.kda_decode` under the current mesh: arguments and results as there, factors on one device."""
 
     def run(arrays, weights, active):
         names = ("conv", "a_log", "dt_bias", "out_norm")
