@@ -36,7 +36,7 @@ def error(got, want):
 
 @HOW
 def test_one_product_gives_every_matrix(how):
-    """Sizes that fill no tile, rows of two programs; a float32 matrix by its bfloat16 parts, to float32's rounding."""
+    """Sizes that fill no tile; a float32 matrix by its bfloat16 parts, to float32's rounding."""
     x, matrices = normal(20, 128), [normal(128, n, seed=n, dtype=jnp.float32) for n in (72, 8, 40)]
     router = few_rows.exact(matrices[2], jnp.bfloat16)
     packed = few_rows.pack([*matrices[:2], router], jnp.bfloat16)
