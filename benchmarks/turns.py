@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import os
+import time
 
 
 @contextlib.contextmanager
@@ -13,3 +15,9 @@ def turn(path: str):
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def wait_for(path: str):
+    """Returns when the file exists, if one is named: until then the device belongs to others."""
+    while path and not os.path.exists(path):
+        time.sleep(0.5)

@@ -13,8 +13,9 @@ import functools
 import glob
 import hashlib
 import json
+import os
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +23,9 @@ from PIL import Image
 
 from trillium_moe.config import ConfigError, ImagesConfig, check
 from trillium_moe.data.images import ImageError, read_image, scaled_size
+from trillium_moe.data.picture_views import view
 
 HELD_OUT = 0.1  # share of the pictures
-NEARER = 0.2  # of a side that a picture shown in training may lack, at most
 
 
 class Captioned(NamedTuple):
@@ -122,12 +123,19 @@ def split_captions(items: Sequence[Captioned], held: bool) -> list[Captioned]:
     return [c for c, h in zip(items, hashes) if out(h) == held]
 
 
-def make_captions(config: ImagesConfig):
-    """The task `captions`: a picture at random, and its caption."""
+def make_captions(config: ImagesConfig, name: str = "captions"):
+    """The task `captions`: a picture at random, and its caption. The task `folders`: the folders that it lies in."""
     from trillium_moe.data.picture_tasks import Example
 
     items = find_captions(config)
+    if name == "folders":
+        folders = [PurePath(item.name).parent.parts for item in items]
+        check(len(set(folders)) > 1, "images.tasks", name, "needs pictures in more than one folder")
+        common = len(os.path.commonprefix(folders))
+        items = [item._replace(text=" ".join(parts[common:])) for item, parts in zip(items, folders)]
+        items = [item for item in items if item.text]
     sides = {held: split_captions(items, held) for held in (True, False)}
+    prompt = {"captions": "caption: ", "folders": "folder? "}[name]
 
     @functools.lru_cache(maxsize=1024)
     def picture(held: bool, i: int) -> Image.Image:
@@ -137,12 +145,8 @@ def make_captions(config: ImagesConfig):
     def task(rng: np.random.Generator, held: bool) -> Example:
         i = int(rng.integers(len(sides[held])))
         image = picture(held, i)
-        if not held:  # a little nearer: a picture is seen many times, never quite the same
-            near = rng.uniform(1 - NEARER, 1, 2) * image.size
-            x, y = rng.random(2) * (image.size - near)
-            image = image.resize(image.size, Image.Resampling.BILINEAR, (x, y, x + near[0], y + near[1]))
-        return Example((image,), "caption: ", sides[held][i].text, "captions")
+        return Example((image if held else view(rng, image),), prompt, sides[held][i].text, name)
 
     task.everything = lambda held: (  # type: ignore[attr-defined]
-        Example((picture(held, i),), "caption: ", sides[held][i].text, "captions") for i in range(len(sides[held])))
+        Example((picture(held, i),), prompt, sides[held][i].text, name) for i in range(len(sides[held])))
     return task

@@ -10,7 +10,9 @@
     boards    3 x 3 boards of crosses and noughts: what is in a row
     svg       shapes to SVG code, and whether a code is that of the picture
     photos    crops of scikit-image's and scikit-learn's photographs: what they show (extra `vision`)
+    glyphs    any character of a font: its Unicode name
     captions  captioned pictures of files (images.path), see `picture_files`
+    folders   the same pictures: the folders that they lie in
 
 A task is a function of (generator, whether held out) to an `Example`. Its held-out split differs from what is trained
 on in more than the random numbers wherever that is possible: other handwriting, words, fonts, parts of a photograph.
@@ -28,6 +30,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from trillium_moe.config import ConfigError, ImagesConfig, check, check_choice
+from trillium_moe.data.picture_glyphs import glyph
 from trillium_moe.data.picture_text import Fonts, some_letters, some_word, varied, written
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (235, 200, 40),
@@ -78,6 +81,14 @@ def make_numbers(fonts: Fonts) -> Task:
     def task(rng, held):
         digit = str(rng.integers(10))
         return Example((written(rng, [digit], fonts.draw(rng, held, 16, 26)),), "digit? ", digit, "numbers")
+
+    return task
+
+
+def make_glyphs(fonts: Fonts, most: int) -> Task:
+    def task(rng, held):
+        image, name = glyph(rng, fonts, held, most)
+        return Example((image,), "name: ", name, "glyphs")
 
     return task
 
@@ -315,14 +326,17 @@ def make_task(name: str, config: ImagesConfig) -> Task:
             return make_charts(Fonts(config.fonts))
         case "photos":
             return make_photos()
-        case "captions":
+        case "glyphs":
+            return make_glyphs(Fonts(config.fonts), config.max_patches)
+        case "captions" | "folders":
             from trillium_moe.data.picture_files import make_captions
 
-            return make_captions(config)
+            return make_captions(config, name)
     return {"shapes": shapes, "boards": boards, "svg": svg}[name]
 
 
-TASKS = ("digits", "numbers", "letters", "words", "lines", "shapes", "charts", "boards", "svg", "photos", "captions")
+TASKS = ("digits", "numbers", "letters", "words", "lines", "shapes", "charts", "boards", "svg", "photos", "glyphs",
+         "captions", "folders")
 
 
 def task_weights(config: ImagesConfig) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Fonts:
 
     def draw(self, rng: np.random.Generator, held: bool, low: int, high: int) -> ImageFont.FreeTypeFont:
         """A font of the split, of a size of low to high pixels."""
-        return _font(self.path(rng, held), int(rng.integers(low, high + 1)))
+        return font_of(self.path(rng, held), int(rng.integers(low, high + 1)))
 
     def path(self, rng: np.random.Generator, held: bool) -> str:
         files = self.files[held]
@@ -54,7 +54,7 @@ class Fonts:
 
 
 @functools.cache
-def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
+def font_of(path: str, size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(path, size)
 
 
@@ -69,7 +69,7 @@ class Glyph(NamedTuple):
 
 @functools.cache
 def _glyph(path: str, size: int, letter: str) -> Glyph:
-    font = _font(path, size)
+    font = font_of(path, size)
     left, top, right, bottom = font.getbbox(letter, anchor="ls")
     image = Image.new("L", (right - left, bottom - top))
     ImageDraw.Draw(image).text((-left, -top), letter, fill=255, font=font, anchor="ls")
@@ -153,11 +153,11 @@ def varied(rng: np.random.Generator, lines: Sequence[str], fonts: Fonts, low: in
             there = image[y + y0 : y + y0 + ink.shape[0], x + x0 : x + x0 + ink.shape[1]]
             np.maximum(there, ink, out=there)
     if bent < BENT:
-        image = np.asarray(_bent(rng, Image.fromarray(image)))
-    return Image.fromarray(_dyed(rng, image))
+        image = np.asarray(transformed(rng, Image.fromarray(image)))
+    return Image.fromarray(dyed(rng, image))
 
 
-def _bent(rng: np.random.Generator, image: Image.Image) -> Image.Image:
+def transformed(rng: np.random.Generator, image: Image.Image) -> Image.Image:
     """The picture under a random linear map about its centre: turned, slanted, shrunk."""
     a, b, c, d = rng.random(4).tolist()
     slant, x, y = 0.5 * a - 0.25, math.exp(0.18 * b - 0.03), math.exp(0.18 * c - 0.03)
@@ -177,7 +177,7 @@ def _depths() -> Shaped[np.ndarray, "64 256"]:
     return np.clip(gain * (covered - 128) + 128 + more * (1 - np.abs(covered / 127.5 - 1)), 0, 255) / 255
 
 
-def _dyed(rng: np.random.Generator, ink: Shaped[np.ndarray, "h w"]) -> Shaped[np.ndarray, "h w 3"]:
+def dyed(rng: np.random.Generator, ink: Shaped[np.ndarray, "h w"]) -> Shaped[np.ndarray, "h w 3"]:
     """Colours for ink of 0 to 255."""
     paper, dye = (np.array(colour) for colour in _ink(rng))
     depth = _depths()[rng.integers(64), :, None]
