@@ -1,6 +1,6 @@
 """What pictures are worth to captions of pictures that were never seen: all runs in one program.
 
-  python -m benchmarks.captions --config=configs/vision.py:scale=small --config.images.tasks=captions,glyphs:12,shapes:4 \\
+  python -m benchmarks.captions --config=configs/vision.py:scale=small --config.images.tasks=captions,glyphs:12 \\
       --config.images.path=runs/data/captions.jsonl --seeds=3 --seconds=400
 
 From every seed two runs begin with the same parameters and read the same rows: `joint` sees the pictures, `blind` sees
@@ -13,7 +13,6 @@ that the pictures helped or harmed. With --seconds the schedule is laid over tha
 """
 
 import json
-import math
 import queue
 import sys
 import threading
@@ -56,8 +55,17 @@ class Stream:
         threading.Thread(target=self._draw, daemon=True).start()
 
     def _draw(self):
-        for batch in self.batches:
-            self.waiting.put(batch)
+        try:
+            for batch in self.batches:
+                self.waiting.put(batch)
+        except Exception as error:  # of this thread; it is raised where the batch is missed
+            self.waiting.put(error)
+
+    def __next__(self):
+        batch = self.waiting.get()
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
 
 
 class Programs:
@@ -126,7 +134,7 @@ def summary(found, n_seeds):
     out = {}
     for task, (nats, right, tokens, exact) in found.items():
         for number, arm in enumerate(ARMS):
-            rounded = lambda x: [round(float(v), 4) for v in x[number::2]]
+            rounded = lambda x, number=number: [round(float(v), 4) for v in x[number::2]]
             if task.startswith("captions"):
                 out[f"{arm}/{task}"] = rounded(nats.sum(1) / tokens.sum())
                 out[f"{arm}/{task}_right"] = rounded(right.sum(1) / tokens.sum())
@@ -148,12 +156,12 @@ def conclude(curve, examples, nats_RN, tokens_N):
         spread = f"  deviation {apart.std(ddof=1):.4f}" if len(apart) > 1 else ""
         yield (f"{name:7} joint {arms['joint'].mean():.4f}  blind {arms['blind'].mean():.4f}  joint minus blind "
                f"{apart.mean():+.4f}  by seed {by_seed(apart)}{spread}")
-    mean = {arm: v.mean(1) for arm, v in values.items()}
-    for at, step in enumerate(steps):
-        yield f"step {step:6} joint {mean['joint'][at]:.4f}  blind {mean['blind'][at]:.4f}  {by_seed(values['joint'][at] - values['blind'][at])}"
+    for step, joint, blind in zip(steps, values["joint"], values["blind"]):
+        yield f"step {step:6} joint {joint.mean():.4f}  blind {blind.mean():.4f}  {by_seed(joint - blind)}"
     joint, blind = nats_RN[0::2].mean(0), nats_RN[1::2].mean(0)
     for i in np.argsort(joint - blind):
-        yield f"{joint[i] - blind[i]:+8.2f} nats, blind {blind[i]:7.2f}, {tokens_N[i]:3} tokens: {examples[i].answer[:80]}"
+        yield (f"{joint[i] - blind[i]:+8.2f} nats, blind {blind[i]:7.2f}, {tokens_N[i]:3} tokens: "
+               f"{examples[i].answer[:80]}")
 
 
 def run(flags):
@@ -186,7 +194,7 @@ def run(flags):
     say(f"compiled; batches drawn: {[s.waiting.qsize() for s in streams]}")
     wait_for(flags.after)
     state = programs.init(jnp.stack([jax.random.key(seed) for seed in range(n_seeds)]))
-    draw = lambda: jax.device_put(jax.tree.map(lambda *x: np.stack(x), *(s.waiting.get() for s in streams)))
+    draw = lambda: jax.device_put(jax.tree.map(lambda *x: np.stack(x), *map(next, streams)))
     began, number, curve, batch, last = time.perf_counter(), 0, [], draw(), False
     while not last:
         if flags.seconds:  # as far along the schedule as the time, evaluations included
