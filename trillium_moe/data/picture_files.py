@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -124,10 +125,11 @@ def split_captions(items: Sequence[Captioned], held: bool) -> list[Captioned]:
 
 
 def make_captions(config: ImagesConfig, name: str = "captions"):
-    """The task `captions`: a picture at random, and its caption. The task `folders`: the folders that it lies in."""
+    """The task `captions`: a picture at random, and its caption. `named`: the same of the files images.named. `folders`:
+    the folders that a picture of images.path lies in."""
     from trillium_moe.data.picture_tasks import Example
 
-    items = find_captions(config)
+    items = find_captions(replace(config, path=config.named) if name == "named" else config)
     if name == "folders":
         folders = [PurePath(item.name).parent.parts for item in items]
         check(len(set(folders)) > 1, "images.tasks", name, "needs pictures in more than one folder")
@@ -135,7 +137,7 @@ def make_captions(config: ImagesConfig, name: str = "captions"):
         items = [item._replace(text=" ".join(parts[common:])) for item, parts in zip(items, folders)]
         items = [item for item in items if item.text]
     sides = {held: split_captions(items, held) for held in (True, False)}
-    prompt = {"captions": "caption: ", "folders": "folder? "}[name]
+    prompt = {"captions": "caption: ", "named": "name: ", "folders": "folder? "}[name]
 
     @functools.lru_cache(maxsize=1024)
     def picture(held: bool, i: int) -> Image.Image:

@@ -12,7 +12,8 @@
     photos    crops of scikit-image's and scikit-learn's photographs: what they show (extra `vision`)
     glyphs    any character of a font: its Unicode name
     captions  captioned pictures of files (images.path), see `picture_files`
-    folders   the same pictures: the folders that they lie in
+    named     pictures of other files (images.named) and what they show
+    folders   the pictures of images.path: the folders that they lie in
 
 A task is a function of (generator, whether held out) to an `Example`. Its held-out split differs from what is trained
 on in more than the random numbers wherever that is possible: other handwriting, words, fonts, parts of a photograph.
@@ -328,7 +329,7 @@ def make_task(name: str, config: ImagesConfig) -> Task:
             return make_photos()
         case "glyphs":
             return make_glyphs(Fonts(config.fonts), config.max_patches)
-        case "captions" | "folders":
+        case "captions" | "named" | "folders":
             from trillium_moe.data.picture_files import make_captions
 
             return make_captions(config, name)
@@ -336,7 +337,7 @@ def make_task(name: str, config: ImagesConfig) -> Task:
 
 
 TASKS = ("digits", "numbers", "letters", "words", "lines", "shapes", "charts", "boards", "svg", "photos", "glyphs",
-         "captions", "folders")
+         "captions", "named", "folders")
 
 
 def task_weights(config: ImagesConfig) -> dict[str, float]:
