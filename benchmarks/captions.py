@@ -61,6 +61,9 @@ class Stream:
         except Exception as error:  # of this thread; it is raised where the batch is missed
             self.waiting.put(error)
 
+    def __iter__(self):
+        return self
+
     def __next__(self):
         batch = self.waiting.get()
         if isinstance(batch, Exception):

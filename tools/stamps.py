@@ -1,15 +1,14 @@
 """Debian's tuxpaint-stamps-default as captioned pictures: python tools/stamps.py DIRECTORY
 
-785 pictures with captions by people (GPL-2), fetched with apt-get's own sources, unpacked without installing anything:
-DIRECTORY/stamps/**.png and DIRECTORY/captions.jsonl. Needs apt-get and dpkg-deb; no rights of an administrator.
+785 pictures with captions by people (GPL-2): DIRECTORY/stamps/**.png and DIRECTORY/captions.jsonl.
 """
 
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from debian import Missing, unpack
 
 PACKAGE = "tuxpaint-stamps-default"
 
@@ -19,22 +18,13 @@ def main(directory: str) -> int:
     if (out / "captions.jsonl").exists():
         print(f"{out / 'captions.jsonl'} is there")
         return 0
-    for program in ("apt-get", "dpkg-deb"):
-        if shutil.which(program) is None:
-            print(f"error: no {program} here: the pictures come from a Debian package; images.path takes any others",
-                  file=sys.stderr)
-            return 1
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as temporary:
-        print(f"fetching {PACKAGE} (161 MB)")
-        done = subprocess.run(["apt-get", "download", PACKAGE], cwd=temporary, capture_output=True, text=True)
-        packages = list(Path(temporary).glob("*.deb"))
-        if done.returncode or not packages:
-            reason = (done.stderr.strip().splitlines() or ["nothing came"])[-1]
-            print(f"error: apt-get could not fetch {PACKAGE}: {reason}; try `apt-get update` first", file=sys.stderr)
+        try:
+            root = unpack(PACKAGE, "161 MB", Path(temporary)) / "usr/share/tuxpaint/stamps"
+        except Missing as error:
+            print(f"error: {error}", file=sys.stderr)
             return 1
-        subprocess.run(["dpkg-deb", "-x", packages[0], temporary], check=True)
-        root = Path(temporary, "usr/share/tuxpaint/stamps")
         lines = []
         for picture in sorted(root.rglob("*.png")):
             text = picture.with_suffix(".txt")

@@ -30,6 +30,7 @@ from trillium_moe.data.tokenizer import ByteTokenizer
 from trillium_moe.evals import vision as evals
 
 TOKENIZER = ByteTokenizer()
+OF_FILES = ("captions", "named", "folders")
 IMAGE, EOS, PAD = TOKENIZER.specials["<|image|>"], TOKENIZER.eos_id, TOKENIZER.pad_id
 
 
@@ -131,7 +132,7 @@ def test_a_document_that_fits_no_row_is_an_error():
 # --- tasks
 
 
-@pytest.mark.parametrize("name", [t for t in picture_tasks.TASKS if t != "captions"])
+@pytest.mark.parametrize("name", [t for t in picture_tasks.TASKS if t not in OF_FILES])
 def test_tasks(name):
     """The same numbers draw the same example; answers come from a closed set or are legible."""
     task = make_task(name, config_of().images)
@@ -276,8 +277,35 @@ def test_captions_of_a_folder(folder):
     for side in (True, False):
         e = task(np.random.default_rng(0), side)
         number = int(e.answer.removeprefix("number "))
-        assert np.asarray(e.pictures[0])[0, 0].tolist() == [8 * number, 0, 0] and e.prompt == "caption: "
+        assert e.pictures[0].size == (40 + number, 30) and e.prompt == "caption: "
+        if side:  # in training it is another view every time
+            assert np.asarray(e.pictures[0])[0, 0].tolist() == [8 * number, 0, 0]
     assert [e.answer for e in task.everything(True)] == [c.text for c in held]
+
+
+def test_names_and_folders(folder):
+    """`named` is captions of other files; a folder's name is what the pictures of images.path do not share."""
+    (folder / "in/animals").mkdir(parents=True)
+    (folder / "in/plants").mkdir()
+    lines = []
+    for i in range(20):
+        name = f"in/{'animals' if i % 2 else 'plants'}/{i}.png"
+        (folder / f"{i}.png").rename(folder / name)
+        lines.append(json.dumps({"image": name, "text": "of a folder"}))
+    (folder / "sorted.jsonl").write_text("\n".join(lines))
+    (folder / "captions.jsonl").write_text("\n".join(
+        json.dumps({"image": f"{i}.png", "text": f"number {i}"}) for i in range(20, 30)))
+    images = config_of(path=str(folder / "sorted.jsonl"), named=str(folder / "captions.jsonl")).images
+    named, folders = (make_task(task, images) for task in ("named", "folders"))
+    for i in range(10):
+        e = named(np.random.default_rng(i), False)
+        assert e.pictures[0].size == (40 + int(e.answer.removeprefix("number ")), 30) and e.prompt == "name: "
+        e = folders(np.random.default_rng(i), False)
+        assert e.answer == ("animals" if e.pictures[0].width % 2 else "plants") and e.prompt == "folder? "
+    with pytest.raises(ConfigError, match="images.tasks='folders': needs pictures in more than one folder"):
+        make_captions(dataclasses.replace(images, path=images.named), "folders")
+    with pytest.raises(ConfigError, match="images.path='': .*`named` in images.named"):
+        make_task("named", dataclasses.replace(images, named=""))
 
 
 def test_captions_of_parquet(folder):
@@ -293,13 +321,13 @@ def test_captions_of_parquet(folder):
         task = make_captions(config)
         for i in range(5):
             e = task(np.random.default_rng(i), False)
-            assert np.asarray(e.pictures[0])[0, 0, 0] == 8 * int(e.answer.removeprefix("number "))
+            assert e.pictures[0].width == 40 + int(e.answer.removeprefix("number "))
         with pytest.raises(ConfigError, match="images.image_key='picture': .*has no such column; it has image, text"):
             make_captions(dataclasses.replace(config, image_key="picture"))
 
 
 def test_bad_captions_are_errors(folder):
-    for path, message in (("", "needs \\*.jsonl or"), ("nothing/*.jsonl", "matches no file; run `make data`"),
+    for path, message in (("", "need \\*.jsonl or"), ("nothing/*.jsonl", "matches no file; run `make data`"),
                           ("*.png", "must be \\*.jsonl or \\*.parquet")):
         with pytest.raises(ConfigError, match=message):
             find_captions(ImagesConfig(path=path and str(folder / path)))

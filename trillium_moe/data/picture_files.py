@@ -43,7 +43,8 @@ def find_captions(config: ImagesConfig) -> list[Captioned]:
     Raises:
       ConfigError: for a glob without files, a file that is neither JSONL nor Parquet, or a missing field.
     """
-    check(config.path != "", "images.path", config.path, "the task `captions` needs *.jsonl or *.parquet files here")
+    check(config.path != "", "images.path", config.path,
+          "the tasks `captions` and `folders` need *.jsonl or *.parquet files here, and `named` in images.named")
     out = []
     for pattern in filter(None, (p.strip() for p in config.path.split(","))):
         files = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
@@ -125,8 +126,8 @@ def split_captions(items: Sequence[Captioned], held: bool) -> list[Captioned]:
 
 
 def make_captions(config: ImagesConfig, name: str = "captions"):
-    """The task `captions`: a picture at random, and its caption. `named`: the same of the files images.named. `folders`:
-    the folders that a picture of images.path lies in."""
+    """The task `captions`: a picture at random, and its caption. `named`: the same of the files of images.named.
+    `folders`: the folders that a picture of images.path lies in."""
     from trillium_moe.data.picture_tasks import Example
 
     items = find_captions(replace(config, path=config.named) if name == "named" else config)
