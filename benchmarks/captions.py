@@ -132,7 +132,7 @@ def evaluate(programs, state, config, drawer, examples, pad_id):
     return out
 
 
-def summary(found, n_seeds):
+def summary(found):
     """Of one evaluation, flat: lists hold a figure for every seed."""
     out = {}
     for task, (nats, right, tokens, exact) in found.items():
@@ -146,25 +146,34 @@ def summary(found, n_seeds):
     return out
 
 
-def conclude(curve, examples, nats_RN, tokens_N):
-    """Lines: lowest points, differences, and the captions that pictures helped most and least at the end."""
+def conclude(steps, nats_ERN, tokens_N, texts):
+    """Lines: each arm's lowest evaluation and its last, their differences, and the captions that pictures helped most
+    and least where either arm is lowest.
+
+    Args:
+      nats_ERN: of every held-out caption, in the evaluations after `steps`.
+      tokens_N: bytes of each, with its end.
+    """
     import numpy as np
 
-    steps = [point["step"] for point in curve]
-    values = {arm: np.array([point[f"{arm}/captions"] for point in curve]) for arm in ARMS}  # [evaluations, seeds]
+    loss_ER = nats_ERN.sum(-1) / tokens_N.sum()
     by_seed = lambda x: " ".join(f"{v:+.4f}" for v in x)
-    for name, arms in (("lowest", {a: v.min(0) for a, v in values.items()}),
-                       ("last", {a: v[-1] for a, v in values.items()})):
-        apart = arms["joint"] - arms["blind"]
-        spread = f"  deviation {apart.std(ddof=1):.4f}" if len(apart) > 1 else ""
-        yield (f"{name:7} joint {arms['joint'].mean():.4f}  blind {arms['blind'].mean():.4f}  joint minus blind "
-               f"{apart.mean():+.4f}  by seed {by_seed(apart)}{spread}")
-    for step, joint, blind in zip(steps, values["joint"], values["blind"]):
-        yield f"step {step:6} joint {joint.mean():.4f}  blind {blind.mean():.4f}  {by_seed(joint - blind)}"
-    joint, blind = nats_RN[0::2].mean(0), nats_RN[1::2].mean(0)
-    for i in np.argsort(joint - blind):
-        yield (f"{joint[i] - blind[i]:+8.2f} nats, blind {blind[i]:7.2f}, {tokens_N[i]:3} tokens: "
-               f"{examples[i].answer[:80]}")
+    runs = np.arange(loss_ER.shape[1])
+    for name, at_R in (("lowest", loss_ER.argmin(0)), ("last", np.full(len(runs), len(steps) - 1))):
+        loss_R, nats_RN = loss_ER[at_R, runs], nats_ERN[at_R, runs]
+        apart, helped_N = loss_R[::2] - loss_R[1::2], (nats_RN[::2] - nats_RN[1::2]).mean(0)
+        error = helped_N.std() * len(helped_N) ** 0.5 / tokens_N.sum()
+        spread = f", deviation {apart.std(ddof=1):.4f}" if len(apart) > 1 else ""
+        yield (f"{name:6} joint {loss_R[::2].mean():.4f}, blind {loss_R[1::2].mean():.4f}: {apart.mean():+.4f} "
+               f"by seed {by_seed(apart)}{spread}; standard error over captions {error:.4f}, "
+               f"{(helped_N < 0).mean():.0%} of them helped; after steps {' '.join(str(steps[at]) for at in at_R)}")
+        if name == "lowest":
+            helped, alone = helped_N, nats_RN[1::2].mean(0)
+    for step, loss_R in zip(steps, loss_ER):
+        yield (f"step {step:6} joint {loss_R[::2].mean():.4f}, blind {loss_R[1::2].mean():.4f}: "
+               f"{by_seed(loss_R[::2] - loss_R[1::2])}")
+    for i in np.argsort(helped):
+        yield f"{helped[i]:+8.2f} nats, blind {alone[i]:7.2f}, {tokens_N[i]:3} tokens: {texts[i][:80]}"
 
 
 def run(flags):
@@ -198,7 +207,7 @@ def run(flags):
     wait_for(flags.after)
     state = programs.init(jnp.stack([jax.random.key(seed) for seed in range(n_seeds)]))
     draw = lambda: jax.device_put(jax.tree.map(lambda *x: np.stack(x), *map(next, streams)))
-    began, number, curve, batch, last = time.perf_counter(), 0, [], draw(), False
+    began, number, curve, nats, batch, last = time.perf_counter(), 0, [], [], draw(), False
     while not last:
         if flags.seconds:  # as far along the schedule as the time, evaluations included
             at = min(steps - 1, int(steps * (time.perf_counter() - began) / flags.seconds))
@@ -217,9 +226,11 @@ def run(flags):
                 raise NonFiniteError(f"losses are {losses} at step {number}; they are read every 50 steps")
         if last or number % flags.every == 0:
             found = evaluate(programs, state, config, drawer, examples, tokenizer.pad_id)
-            curve.append({"step": number} | summary(found, n_seeds))
+            curve.append({"step": number} | summary(found))
+            nats.append(found["captions"][0])
             say(json.dumps(curve[-1]))
-    for line in conclude(curve, examples["captions"], found["captions"][0], found["captions"][2]):
+    texts = [example.answer for example in examples["captions"]]
+    for line in conclude([point["step"] for point in curve], np.stack(nats), found["captions"][2], texts):
         say(line)
     return {"curve": curve, "seconds": time.perf_counter() - began}
 

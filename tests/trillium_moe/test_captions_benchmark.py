@@ -12,6 +12,7 @@ from benchmarks.captions import Programs, Stream, conclude, plain
 from trillium_moe.config import (
     Config,
     DataConfig,
+    DtypeConfig,
     ImagesConfig,
     ModelConfig,
     MoEConfig,
@@ -19,13 +20,13 @@ from trillium_moe.config import (
     VisionConfig,
 )
 from trillium_moe.data.packing import Documents
-from trillium_moe.data.picture_tasks import Example
 from trillium_moe.data.tokenizer import ByteTokenizer
 from trillium_moe.train.state import init_state
 from trillium_moe.train.step import make_train_step
 
-MODEL = ModelConfig(n_layers=2, vision=VisionConfig(n_layers=1, d_model=32, n_heads=2, head_dim=16, ffn_dim=32, grid=4),
-                    moe=MoEConfig(n_experts=4, k=2), scan_layers=False, remat="none")
+VISION = VisionConfig(n_layers=1, d_model=32, n_heads=2, head_dim=16, ffn_dim=32, grid=4)
+MODEL = ModelConfig(n_layers=2, vision=VISION, moe=MoEConfig(n_experts=4, k=2), scan_layers=False, remat="none",
+                    dtypes=DtypeConfig(compute="float32"))
 CONFIG = Config(model=plain(MODEL), data=DataConfig(seq_len=64, batch_size=2), optim=OptimConfig(qk_clip=0.0),
                 images=ImagesConfig(share=0.5, tasks="letters", patches=64, max_patches=32))
 DOCUMENTS = Documents((np.arange(4000) % 200).astype(np.uint16), np.full(40, 100))
@@ -58,19 +59,19 @@ def test_runs_side_by_side_are_the_runs_alone():
         for batch in batches[seed]:
             shown = batch | {"patches": np.zeros_like(batch["patches"])} if blind else batch
             alone, own = step(alone, shown)
-        np.testing.assert_allclose(metrics["train/loss"][run], own["train/loss"], rtol=1e-5)
+        np.testing.assert_allclose(metrics["train/loss"][run], own["train/loss"], rtol=1e-4)
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(alone.params)):
             np.testing.assert_allclose(a[run], b, atol=2e-4)
     assert abs(float(metrics["train/loss"][0] - metrics["train/loss"][1])) > 1e-5  # the pictures are seen
 
 
 def test_conclusions():
-    curve = [{"step": 10, "joint/captions": [2.0, 1.9], "blind/captions": [2.1, 1.8]},
-             {"step": 20, "joint/captions": [1.5, 2.5], "blind/captions": [1.9, 2.0]}]
-    examples = [Example((), "", text, "captions") for text in ("A cat.", "A dog.")]
-    nats = np.array([[5.0, 9.0], [6.0, 7.0], [4.0, 8.0], [6.0, 8.0]])  # joint, blind, joint, blind
-    lowest, last, *steps, first, second = conclude(curve, examples, nats, np.array([7, 7]))
-    assert "joint 1.7000  blind 1.8500  joint minus blind -0.1500  by seed -0.4000 +0.1000  deviation 0.3536" in lowest
-    assert "joint 2.0000  blind 1.9500  joint minus blind +0.0500  by seed -0.4000 +0.5000" in last
-    assert len(steps) == 2 and "step     10 joint 1.9500  blind 1.9500  -0.1000 +0.1000" in steps[0]
-    assert "-1.50 nats, blind    6.00,   7 tokens: A cat." in first and "+1.00 nats, blind    7.50" in second
+    """Two evaluations of joint 0, blind 0, joint 1, blind 1 on two captions of four and six tokens."""
+    nats = np.array([[[8.0, 12.0], [9.0, 12.0], [8.0, 11.0], [8.0, 10.0]],
+                     [[5.0, 10.0], [9.0, 10.0], [10.0, 15.0], [9.0, 11.0]]])
+    lines = list(conclude([10, 20], nats, np.array([4, 6]), ["cat", "puppy"]))
+    assert lines[0] == ("lowest joint 1.7000, blind 1.8500: -0.1500 by seed -0.4000 +0.1000, deviation 0.3536; "
+                        "standard error over captions 0.1768, 50% of them helped; after steps 20 20 10 10")
+    assert lines[1].startswith("last   joint 2.0000, blind 1.9500: +0.0500 by seed -0.4000 +0.5000, deviation 0.6364")
+    assert lines[2] == "step     10 joint 1.9500, blind 1.9500: -0.1000 +0.1000"
+    assert lines[4] == "   -2.00 nats, blind    8.50,   4 tokens: cat" and lines[5].endswith("tokens: puppy")
