@@ -5,7 +5,7 @@
 
 From every seed two runs begin with the same parameters and read the same rows: `joint` sees the pictures, `blind` sees
 black ones. All of them are one step, `jax.vmap`ped over the runs: a small model's step is bound by the number of its
-kernels, not by what they do. Implementations are XLA's where a config names none, as kernels take no batch of models.
+kernels, not by what they do.
 
 Every --every steps it prints the loss of every held-out caption's bytes (with its own picture and with that of another)
 and what is right of the other tasks; at the end the curves' lowest points, differences seed by seed, and the captions
@@ -38,10 +38,36 @@ def define(flags):
 
 
 def plain(model):
-    """The model with XLA's implementations where it names none."""
-    named = lambda part, *fields: replace(part, **{f: getattr(part, f) or "xla" for f in fields})
-    return replace(model, kda=named(model.kda, "implementation"), mla=named(model.mla, "implementation"),
-                   moe=named(model.moe, "implementation", "router_implementation"))
+    """The model with implementations that take a batch of models where it names none: XLA's, and of attention the one
+    by definition, as every run would add to another tile of the other's gradients (`keep_slices`)."""
+    named = lambda part, **choices: replace(part, **{name: getattr(part, name) or c for name, c in choices.items()})
+    return replace(model, kda=named(model.kda, implementation="xla"), mla=named(model.mla, implementation="reference"),
+                   moe=named(model.moe, implementation="xla", router_implementation="xla"))
+
+
+def keep_slices():
+    """From now on `jax.vmap` leaves slices at an index that all runs share slices: JAX makes gathers and scatters of
+    them. One warp of a GPU writes all of such a scatter, and a layer's gradients are written so: 3 s a step."""
+    import jax
+    from jax.interpreters import batching
+
+    def rule(primitive, n_arrays):
+        def batched(args, dims, **params):
+            size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
+            first = lambda x, dim: (
+                jax.numpy.broadcast_to(x, (size, *x.shape)) if dim is None else jax.numpy.moveaxis(x, dim, 0))
+            if any(dim is not None for dim in dims[n_arrays:]):  # every run slices elsewhere: one after the other
+                return jax.lax.map(lambda xs: primitive.bind(*xs, **params), tuple(map(first, args, dims))), 0
+            if params:
+                params = {"slice_sizes": (size, *params["slice_sizes"])}
+            index = args[n_arrays:]
+            index = (jax.numpy.zeros_like(index[0]), *index)
+            return primitive.bind(*map(first, args[:n_arrays], dims), *index, **params), 0
+
+        batching.primitive_batchers[primitive] = batched
+
+    rule(jax.lax.dynamic_slice_p, 1)
+    rule(jax.lax.dynamic_update_slice_p, 2)
 
 
 class Stream:
@@ -86,6 +112,7 @@ class Programs:
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         pair = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), tree)
         blinded = lambda batch_R: batch_R | {"patches": batch_R["patches"].at[1::2].set(0)}
+        keep_slices()
         step, predict, vmapped = make_train_step(config), make_predict(config), jax.vmap
 
         def init(keys_S):
