@@ -29,15 +29,21 @@ from experiments.common import UsageError, command, config_of, define_config
 ARMS = ("joint", "blind", "text")
 
 
-def define(flags):
+def define_run(flags):
+    """The flags of one run."""
     define_config(flags)
     own = {"flag_values": flags}
-    DEFINE_list("arms", ["joint"], f"what to train: {', '.join(ARMS)}", **own)
-    DEFINE_integer("seeds", 1, "runs of every arm", lower_bound=1, **own)
     DEFINE_integer("every", 250, "steps between evaluations", lower_bound=1, **own)
     DEFINE_integer("rows", 256, "held-out rows of text", lower_bound=1, **own)
     DEFINE_integer("said", 0, "answers to print of each task at the end", lower_bound=0, **own)
     DEFINE_float("seconds", 0.0, "of a run's training; 0: config.train.steps steps", lower_bound=0, **own)
+
+
+def define(flags):
+    define_run(flags)
+    own = {"flag_values": flags}
+    DEFINE_list("arms", ["joint"], f"what to train: {', '.join(ARMS)}", **own)
+    DEFINE_integer("seeds", 1, "runs of every arm", lower_bound=1, **own)
     DEFINE_string("turn", "", "file that is locked while runs use the device: benchmarks/turns.py", **own)
 
 
@@ -80,8 +86,8 @@ class Programs:
         self.predict = predict[0] if predict else None
 
 
-def train(programs, config, flags, say):
-    """One run: its last figures, flat."""
+def train(programs, config, flags, say, evaluated=lambda number, suite: None):
+    """One run: its last figures, flat. `evaluated` is called after every evaluation, with the step and the suite."""
     import jax
     import jax.numpy as jnp
 
@@ -107,6 +113,7 @@ def train(programs, config, flags, say):
             for line in vision.table(scores):
                 say(line)
             out |= vision.as_metrics(scores)
+            evaluated(number, suite)
         say(json.dumps(out))
         return out
 
