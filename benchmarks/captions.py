@@ -29,14 +29,12 @@ def define(flags):
     DEFINE_string("arm", "", f"what to train: {' or '.join(ARMS)}; nothing: compare the runs in --out", **own)
     DEFINE_integer("seed", 0, "of the run", lower_bound=0, **own)
     DEFINE_string("out", "runs/captions", "folder of the runs' figures", **own)
-    DEFINE_string("after", "", "file to wait for, when all is compiled, before the first step", **own)
 
 
 def train(flags, out):
     """Trains a run and writes `out`, ARM_SEED.npz: the steps of its evaluations and the nats of every caption."""
     import numpy as np
 
-    from benchmarks.turns import wait_for
     from trillium_moe.config import check
     from trillium_moe.data.tokenizer import make_tokenizer
 
@@ -57,7 +55,6 @@ def train(flags, out):
 
     programs = vision.Programs(config, tokenizer)
     say("compiled")
-    wait_for(flags.after)
     return vision.train(programs, config, flags, say, keep)
 
 

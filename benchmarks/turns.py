@@ -2,8 +2,6 @@
 
 import contextlib
 import fcntl
-import os
-import time
 
 
 @contextlib.contextmanager
@@ -15,9 +13,3 @@ def turn(path: str):
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def wait_for(path: str):
-    """Returns when the file exists, if one is named: until then the device belongs to others."""
-    while path and not os.path.exists(path):
-        time.sleep(0.5)

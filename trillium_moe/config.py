@@ -341,7 +341,7 @@ class ImagesConfig:
 
     share: float = 0.0  # rows with pictures among all rows; 0: text alone
     tasks: str = "digits,shapes"  # what the pictures show, name or name:weight, as `trillium_moe.data.picture_tasks`
-    path: str = ""  # captioned pictures: *.jsonl or *.parquet files (glob, comma separated), for the task `captions`
+    path: str = ""  # captioned pictures: *.jsonl or *.parquet files (glob, comma separated), for `captions`, `folders`
     named: str = ""  # the same for the task `named`: pictures of single things and their names
     image_key: str = "image"  # field or column with the picture's file name (JSONL) or bytes (Parquet)
     text_key: str = "text"  # field or column with its caption

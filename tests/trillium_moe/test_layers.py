@@ -222,6 +222,17 @@ def test_batch_threshold_equals_its_mask():
     np.testing.assert_array_equal(aux["load"], 4)
 
 
+@pytest.mark.parametrize("shift", [-48.0, -120.0])
+def test_batch_threshold_has_a_gradient_where_no_expert_scores(shift):
+    """The square of a token's scores, by which the gradient divides, is below float32's range at -48, they at -120."""
+    m = moe.MoE(small_moe(balancing="batch_threshold", latent_norm=False, n_shared=0), rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 12, 16)), jnp.float32).at[..., 0].set(1)
+    m.router[...] = m.router[...].at[0].add(shift)
+    graphdef, state = nnx.split(m)
+    grads = jax.grad(lambda state: nnx.merge(graphdef, state)(x, Context())[0].sum())(state)
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+
+
 @pytest.mark.parametrize("gate", ["full", "low_rank", "none"])
 @pytest.mark.parametrize("decay, conv_size", [("bounded", 4), ("softplus", 0)])
 def test_kda_variants_run_and_differ_only_by_their_parameters(gate, decay, conv_size):

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -37,23 +36,24 @@ class Captioned(NamedTuple):
     text: str
 
 
-def find_captions(config: ImagesConfig) -> list[Captioned]:
-    """All captioned pictures of `images.path`, in the order of their names.
+def find_captions(config: ImagesConfig, key: str = "path") -> list[Captioned]:
+    """All captioned pictures of `images.path`, or of another field, in the order of their names.
 
     Raises:
       ConfigError: for a glob without files, a file that is neither JSONL nor Parquet, or a missing field.
     """
-    check(config.path != "", "images.path", config.path,
-          "the tasks `captions` and `folders` need *.jsonl or *.parquet files here, and `named` in images.named")
+    paths, field = getattr(config, key), f"images.{key}"
+    tasks = "the task `named` needs" if key == "named" else "the tasks `captions` and `folders` need"
+    check(paths != "", field, paths, f"{tasks} *.jsonl or *.parquet files here; run `make data`")
     out = []
-    for pattern in filter(None, (p.strip() for p in config.path.split(","))):
+    for pattern in filter(None, (p.strip() for p in paths.split(","))):
         files = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-        check(bool(files), "images.path", pattern, "matches no file; run `make data`, or give a path or a glob, quoted")
+        check(bool(files), field, pattern, "matches no file; run `make data`, or give a path or a glob, quoted")
         for file in files:
             kind = Path(file).suffix
-            check(kind in (".jsonl", ".parquet"), "images.path", file, "must be *.jsonl or *.parquet")
+            check(kind in (".jsonl", ".parquet"), field, file, "must be *.jsonl or *.parquet")
             out += (_jsonl if kind == ".jsonl" else _parquet)(file, config)
-    check(len(out) > 1, "images.path", config.path, "holds fewer than two captioned pictures")
+    check(len(out) > 1, field, paths, "holds fewer than two captioned pictures")
     return sorted(out, key=lambda c: c.name)
 
 
@@ -130,7 +130,7 @@ def make_captions(config: ImagesConfig, name: str = "captions"):
     `folders`: the folders that a picture of images.path lies in."""
     from trillium_moe.data.picture_tasks import Example
 
-    items = find_captions(replace(config, path=config.named) if name == "named" else config)
+    items = find_captions(config, "named" if name == "named" else "path")
     if name == "folders":
         folders = [PurePath(item.name).parent.parts for item in items]
         check(len(set(folders)) > 1, "images.tasks", name, "needs pictures in more than one folder")
