@@ -54,8 +54,10 @@ def test_a_mixture_of_few_tokens_is_that_of_training(whole, tokens):
     np.testing.assert_array_equal(jax.jit(each)(one, x).astype(jnp.float32), trained.astype(jnp.float32))
 
 
-def test_kda_in_float32_trains_what_decoding_computes(whole):
-    """Chunks of bfloat16 operands are half a percent away from the recurrence, chunks of float32 are not."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_kda_in_float32_trains_what_decoding_computes(whole, packed):
+    """Chunks of bfloat16 operands are half a percent away from the recurrence, chunks of float32 are not. Nor are step
+    sizes, which decoding multiplies from packed matrices."""
     state, x = layer(nnx.split(whole.kda)[1], 0), inputs(1, 48, 128)
 
     def both(config):
@@ -66,7 +68,10 @@ def test_kda_in_float32_trains_what_decoding_computes(whole):
             c = config.kda
             past = Recurrent(jnp.zeros((1, c.n_heads, c.head_dim, c.head_dim)),
                              jnp.zeros((1, c.conv_size - 1, 3, c.n_heads, c.head_dim), jnp.bfloat16))
-            step = lambda past, x_D: module(s).extend(x_D[None, None], jnp.ones(1, jnp.int32), past)[::-1]
+            one = module(s)
+            if packed:
+                one.pack()
+            step = lambda past, x_D: one.extend(x_D[None, None], jnp.ones(1, jnp.int32), past)[::-1]
             return jax.lax.scan(step, past, x[0])[1][:, 0, 0]
 
         trained = jax.jit(lambda s, x: module(s)(x, Context(None))[0])(state, x)[0]

@@ -16,7 +16,7 @@ from trillium_moe.model.cache import Recurrent
 from trillium_moe.model.context import Context
 from trillium_moe.model.conv import short_conv
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import linear, normal, ones, param, wide, zeros
+from trillium_moe.model.params import linear, normal, ones, param, wide, wide_dtype, zeros
 from trillium_moe.parallel.context import kda_decode, kda_gated
 from trillium_moe.shapes import Array, Float, Int
 
@@ -71,8 +71,13 @@ class KDA(nnx.Module):
         """What the decay's gate takes, without dt_bias; at least float32."""
         down = jnp.einsum("btd,dr->btr", x_BTD, self.decay_down.astype(x_BTD.dtype), precision=HIGHEST)
         up = self.decay_up.astype(x_BTD.dtype)
-        z = jnp.einsum("btr,rhk->bthk", down, up, precision=HIGHEST, preferred_element_type=wide(down).dtype)
+        z = jnp.einsum("btr,rhk->bthk", down, up, precision=HIGHEST, preferred_element_type=wide_dtype(down))
         return self._in_channels(z)
+
+    def beta_logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H"]:
+        """Of the step sizes; at least float32, as in a step of decoding."""
+        w, how = self.beta.astype(x_BTD.dtype), {"precision": HIGHEST, "preferred_element_type": wide_dtype(x_BTD)}
+        return jnp.einsum("btd,dh->bth", x_BTD, w, **how)
 
     def log_decay(self, decay_logits_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
         """Natural-log decay per token, head and channel, at least float32."""
@@ -106,7 +111,7 @@ class KDA(nnx.Module):
 
         z = self.decay_logits(x_BTD)
         o, _ = kda_gated(
-            qkv("q"), qkv("k"), qkv("v"), z, linear(x_BTD, self.beta), *self.gate_of_decay,
+            qkv("q"), qkv("k"), qkv("v"), z, self.beta_logits(x_BTD), *self.gate_of_decay,
             segment_ids=ctx.segment_ids, g_min=self.g_min, implementation=c.implementation or None,
         )  # fmt: skip
         g = jax.lax.stop_gradient(self.log_decay(z))
@@ -192,7 +197,7 @@ class KDA(nnx.Module):
         """
         if not hasattr(self, "inner"):
             inputs = jnp.stack([_heads(x_BTD, getattr(self, name)) for name in "qkv"], axis=2)
-            return inputs, self.decay_logits(x_BTD), linear(x_BTD, self.beta), self.gate_logits(x_BTD)
+            return inputs, self.decay_logits(x_BTD), self.beta_logits(x_BTD), self.gate_logits(x_BTD)
         c, (B, T, D) = self.config.kda, x_BTD.shape
         H, K = c.n_heads, c.head_dim
         heads = lambda x, *of: x.reshape(B, T, *of, H, x.shape[-1] // H // math.prod(of))
@@ -202,9 +207,9 @@ class KDA(nnx.Module):
         if low_rank:
             z, beta = down.reshape(B, T, -1), x_BTD
         else:
-            (beta,) = few_rows.linear(x, self.packed_beta[...], (H,))
+            (beta,) = few_rows.linear(x, self.packed_beta[...], (H,), (wide_dtype(x),))
             decays = H * (K if c.decay_per == "channel" else 1)
-            (z,) = few_rows.linear(down, self.packed_decay_up[...], (decays,), (wide(down).dtype,))
+            (z,) = few_rows.linear(down, self.packed_decay_up[...], (decays,), (wide_dtype(down),))
             z = self._in_channels(heads(z))
         if c.gate == "low_rank":
             gate = few_rows.linear(*gate, self.packed_gate_up[...], (H * K,))

@@ -96,6 +96,11 @@ def linear(x: Float[Array, "*b I"], w: Float[Array, "I O"] | nnx.Param) -> Float
     return jnp.einsum("...i,io->...o", x, w.astype(x.dtype))
 
 
+def wide_dtype(x: Any) -> Any:
+    """The dtype of `wide(x)`."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """At least float32: the dtype of every island where bfloat16 would lose the result. Of x as it is rounded."""
     return widened(x)
