@@ -13,6 +13,7 @@ model.kda.compute and model.mla.compute. The widths of experts must be multiples
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -130,7 +131,9 @@ def patched(form: str, f: Callable):
     """f(), with the inputs of experts as they are unless the form rounds them."""
     if form == "both":
         return f()
-    with mock.patch.object(few, "mxfp8", lambda x: x), mock.patch.object(experts, "mxfp8", lambda x: x):
+    with contextlib.ExitStack() as stack:
+        for module in (few, experts, moe):
+            stack.enter_context(mock.patch.object(module, "mxfp8", lambda x: x))
         return f()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
@@ -22,6 +25,7 @@ def grouped_matmul(
     group_sizes_G: Int[Array, " G"],
     *,
     align: int,
+    dtype: Any = None,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
     """Multiplies consecutive groups of rows of `lhs` by their own matrices.
@@ -35,10 +39,11 @@ def grouped_matmul(
         unpacked where they are multiplied and have no gradient.
       group_sizes_G: rows per group, each a multiple of `align`; their sum is at most M.
       align: the promised divisor of every group size, so that no block of `align` rows straddles two groups.
+      dtype: of the result; None: lhs'. Products accumulate in at least float32 and are rounded to it once.
       implementation: see `pallas_kernels.dispatch`.
 
     Returns:
-      [M, N], accumulated in at least float32, in lhs' dtype.
+      [M, N].
 
     Raises:
       ValueError: `align` does not divide M.
@@ -46,4 +51,5 @@ def grouped_matmul(
     """
     if lhs_MK.shape[0] % align:
         raise ValueError(f"grouped_matmul: align={align} must divide the {lhs_MK.shape[0]} rows of lhs; pad lhs")
-    return dispatch("grouped_matmul", IMPLEMENTATIONS, implementation, lhs_MK, rhs_GKN, group_sizes_G, align=align)
+    how = {"align": align, "dtype": jnp.dtype(dtype or lhs_MK.dtype)}
+    return dispatch("grouped_matmul", IMPLEMENTATIONS, implementation, lhs_MK, rhs_GKN, group_sizes_G, **how)

@@ -33,21 +33,23 @@ _GPU_TUNED: dict[tuple[str, str, int, int], Tiles] = {
 }
 
 
-def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int) -> Tiles:
+def gpu_tiles(kind: str, product: str, M: int, G: int, K: int, N: int, narrow: bool = True) -> Tiles:
     """The tiles for G groups of M rows in all and results of N columns, [K, N] a group for "groups".
 
-    Tuned for the shape, or else the default; smaller ones where those do not divide it.
+    Tuned for the shape, or else the default; smaller ones where those do not divide it. narrow: whether they may be
+    `NarrowTiles`, whose results are bfloat16.
 
     Raises:
       NotImplementedError: the shape does not divide into tiles of 64.
     """
     if N % 64 or K % 64:
         raise NotImplementedError(f"K={K}, N={N}; multiples of 64 are supported")
-    tuned = [key for key in _GPU_TUNED if key[:3] == (kind, product, N) and M <= G * key[3]]
+    tuned = [key for key, tiles in _GPU_TUNED.items() if key[:3] == (kind, product, N) and M <= G * key[3]
+             and (narrow or not isinstance(tiles, NarrowTiles))]
     if tuned:
         tiles = _GPU_TUNED[min(tuned, key=lambda key: key[3])]
     else:
-        few = product in _GPU_FEW_ROWS and M <= G * _FEW_ROWS
+        few = narrow and product in _GPU_FEW_ROWS and M <= G * _FEW_ROWS
         tiles = (_GPU_FEW_ROWS if few else _GPU_DEFAULT)[product]
     if N % tiles.width == 0 and (product != "groups" or K % tiles.block == 0):
         return tiles

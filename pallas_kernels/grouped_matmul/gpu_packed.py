@@ -66,8 +66,8 @@ def interleave(x_MK):
     return x.transpose(0, 1, 3, 5, 2, 4).reshape(M, K)
 
 
-def packed_product(lhs_MK, codes_GNH, scales_GSN, count, table, tiles: PackedTiles):
-    """lhs[rows of g] times the packed matrix of g: [N, M], transposed.
+def packed_product(lhs_MK, codes_GNH, scales_GSN, count, table, tiles: PackedTiles, dtype=bf16):
+    """lhs[rows of g] times the packed matrix of g: [N, M] in dtype, transposed.
 
     Args:
       codes_GNH, scales_GSN: as in `mxfp4.Packed`.
@@ -158,7 +158,7 @@ def packed_product(lhs_MK, codes_GNH, scales_GSN, count, table, tiles: PackedTil
                         @pl.when(left < rows)
                         def _(left=left, slot=slot):
                             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                            slot[...] = value[:, left : left + ROWS].astype(bf16)
+                            slot[...] = value[:, left : left + ROWS].astype(dtype)
                             plgpu.commit_smem()
                             to = out.at[pl.ds(first, COLUMNS), pl.ds(pl.multiple_of(row + left, ROWS), ROWS)]
                             plgpu.copy_smem_to_gmem(slot, to)
@@ -178,7 +178,7 @@ def packed_product(lhs_MK, codes_GNH, scales_GSN, count, table, tiles: PackedTil
             shared(Q, steps, R, STEP),
             plgpu.SMEM((Q, n, 8 * steps), u32, transforms=transforms),
             plgpu.SMEM((Q, 2 * steps, n), jnp.uint8),
-            plgpu.SMEM((C, 2, COLUMNS, ROWS), bf16),
+            plgpu.SMEM((C, 2, COLUMNS, ROWS), dtype),
             plgpu.Barrier(num_arrivals=2 + steps, num_barriers=Q),
             plgpu.Barrier(num_arrivals=C, num_barriers=Q),
             collective_axes="wg",
@@ -186,7 +186,7 @@ def packed_product(lhs_MK, codes_GNH, scales_GSN, count, table, tiles: PackedTil
 
     run = plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct((N, M), bf16),
+        out_type=jax.ShapeDtypeStruct((N, M), dtype),
         grid=(grid,),
         grid_names=("sm",),
         num_threads=C + 1,

@@ -34,13 +34,13 @@ from pallas_kernels.mxfp4 import Packed
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a vector over the rows of a tile
 
 
-def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align, dtype):
     """`api.grouped_matmul`.
 
     Raises:
       NotImplementedError: anything but bfloat16 rows in groups of eights, K and N multiples of 64, on Hopper.
     """
-    return grouped(products(lhs_MK, rhs_GKN.shape[1:], align), lhs_MK, rhs_GKN, group_sizes_G)
+    return grouped(products(lhs_MK, rhs_GKN.shape[1:], align), lhs_MK, rhs_GKN, group_sizes_G, dtype)
 
 
 def products(lhs_MK, widths: tuple[int, ...], align: int) -> GpuProducts:
@@ -62,46 +62,53 @@ class GpuProducts:
 
     kind: str
 
-    def rows(self, lhs, rhs, group_sizes_G, transposed=False):
+    def rows(self, lhs, rhs, group_sizes_G, transposed=False, dtype=None):
         if isinstance(rhs[0], Packed):
             M, (G, K, N) = lhs[0].shape[0], rhs[0].shape
             if not transposed and (tiles := packed_tiles(M, G, K, N)):
-                return sum(packed_rows(x, w, group_sizes_G, tiles) for x, w in zip(lhs, rhs))
+                return sum(packed_rows(x, w, group_sizes_G, tiles, dtype) for x, w in zip(lhs, rhs))
             # many rows of each matrix: unpacked first, and as they lie, for turning them takes longer than multiplying
             rhs = [unpack_shuffled(w) for w in rhs]
             if transposed:
-                return unshuffled(self.rows(lhs, rhs, group_sizes_G))
+                return unshuffled(self.rows(lhs, rhs, group_sizes_G, dtype=dtype))
             lhs, transposed = [shuffled(x) for x in lhs], True
         G, N = rhs[0].shape[0], rhs[0].shape[1 if transposed else 2]
-        tiles = gpu_tiles(self.kind, "transposed" if transposed else "rows", lhs[0].shape[0], G, lhs[0].shape[1], N)
-        return product_by_rows(lhs, rhs, group_sizes_G, tiles, transposed=transposed)
+        kind, narrow = "transposed" if transposed else "rows", dtype in (None, jnp.bfloat16)
+        tiles = gpu_tiles(self.kind, kind, lhs[0].shape[0], G, lhs[0].shape[1], N, narrow)
+        return product_by_rows(lhs, rhs, group_sizes_G, tiles, transposed=transposed, dtype=dtype)
 
     def groups(self, lhs_MK, d_MN, group_sizes_G, dtype):
         (M, K), N, G = lhs_MK.shape, d_MN.shape[1], group_sizes_G.shape[0]
         return groups_product(lhs_MK, d_MN, group_sizes_G, gpu_tiles(self.kind, "groups", M, G, K, N), dtype)
 
 
-def product_by_rows(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False):
-    """Sum over i of lhs[i] [M, K_i] times rhs[i], by groups of rows: [M, N], by the kernel that the tiles are of."""
+def product_by_rows(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False, dtype=None):
+    """Sum over i of lhs[i] [M, K_i] times rhs[i], by groups of rows: [M, N], by the kernel that the tiles are of.
+
+    dtype: of the result; None: lhs', the only one that `NarrowTiles` give.
+    """
     if isinstance(tiles, NarrowTiles):
         return narrow_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)
-    return rows_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed)[0]
+    return rows_product(lhs, rhs, group_sizes_G, tiles, transposed=transposed, dtype=dtype)[0]
 
 
-def packed_rows(lhs_MK, rhs_GKN: Packed, group_sizes_G, tiles: PackedTiles):
+def packed_rows(lhs_MK, rhs_GKN: Packed, group_sizes_G, tiles: PackedTiles, dtype=None):
     """lhs [M, K] times packed matrices, by groups of rows: [M, N]."""
     M, columns = lhs_MK.shape[0], rhs_GKN.shape[2] // (tiles.consumers * COLUMNS)
     count, table = row_tiles(group_sizes_G, M, columns, tiles, multiprocessors())
-    return packed_product(lhs_MK, rhs_GKN.codes, rhs_GKN.scales, count, table, tiles).T
+    return packed_product(lhs_MK, rhs_GKN.codes, rhs_GKN.scales, count, table, tiles, dtype or lhs_MK.dtype).T
 
 
-def rows_product(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False, vectors=(), outs=None, epilogue=None):
+def rows_product(
+    lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False, vectors=(), outs=None, epilogue=None, dtype=None
+):
     """Sum over i of lhs[i] [M, K_i] times rhs[i] [G, K_i, N], or [G, N, K_i] transposed, by groups of rows.
 
     Args:
       rhs: per lhs one matrix stack, or a tuple of P: the same rows times each of them, for `epilogue`.
       vectors: [M] each, float32, for `epilogue`.
-      outs: number of results; all [M, N] in lhs' dtype.
+      outs: number of results; all [M, N].
+      dtype: of the results; None: lhs'.
       epilogue: (a part of the P products, the vectors broadcast to its shape, float32) -> that part of the results.
     """
     rhs = [x if isinstance(x, tuple) else (x,) for x in rhs]
@@ -160,7 +167,7 @@ def rows_product(lhs, rhs, group_sizes_G, tiles: Tiles, *, transposed=False, vec
 
     return run_tiles(
         (count, table, *lhs, *flat, *vectors),
-        [jax.ShapeDtypeStruct((M, N), lhs[0].dtype)] * (outs or 1),
+        [jax.ShapeDtypeStruct((M, N), dtype or lhs[0].dtype)] * (outs or 1),
         tiles,
         a_shape=(m, STEP),
         b_shape=(parts, n, STEP) if transposed else (parts, STEP, n),

@@ -24,14 +24,14 @@ VMEM = 32 * 2**20  # bytes that every TPU since v5 has for a kernel
 _BUFFERS = 24 * 2**20  # of them, for blocks on their way in and out
 
 
-def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align, dtype):
     """`api.grouped_matmul`; any alignment.
 
     Raises:
       NotImplementedError: no TPU, no float32 or bfloat16, or K or N is not a multiple of 128.
     """
     refuse_packed(rhs_GKN)
-    return grouped(products(lhs_MK, rhs_GKN.shape[1:]), lhs_MK, rhs_GKN, group_sizes_G)
+    return grouped(products(lhs_MK, rhs_GKN.shape[1:]), lhs_MK, rhs_GKN, group_sizes_G, dtype)
 
 
 def products(lhs_MK, widths: tuple[int, ...]) -> TpuProducts:
@@ -51,8 +51,8 @@ class TpuProducts:
 
     interpret: bool = False
 
-    def rows(self, lhs, rhs, group_sizes_G, transposed=False):
-        return rows_product(lhs, rhs, group_sizes_G, transposed=transposed, interpret=self.interpret)
+    def rows(self, lhs, rhs, group_sizes_G, transposed=False, dtype=None):
+        return rows_product(lhs, rhs, group_sizes_G, transposed=transposed, dtype=dtype, interpret=self.interpret)
 
     def groups(self, lhs_MK, d_MN, group_sizes_G, dtype):
         return groups_product(lhs_MK, d_MN, group_sizes_G, dtype, interpret=self.interpret)
@@ -101,12 +101,12 @@ def _precision(dtype):
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None  # else one bfloat16 pass
 
 
-def rows_product(lhs, rhs, group_sizes_G, *, transposed: bool = False, interpret: bool = False):
+def rows_product(lhs, rhs, group_sizes_G, *, transposed: bool = False, dtype=None, interpret: bool = False):
     """Sum over i of lhs[i] [M, K_i] times rhs[i] [G, K_i, N], or [G, N, K_i] transposed, by groups of rows."""
     (M, _), G, N = lhs[0].shape, rhs[0].shape[0], rhs[0].shape[1 if transposed else 2]
-    dtype, block = lhs[0].dtype, _row_block(M, G)
+    operand, block = lhs[0].dtype, _row_block(M, G)
     tn = _divisor(N, 512)
-    room = _BUFFERS // (2 * dtype.itemsize * len(lhs)) // (block + tn)  # two buffers of each operand
+    room = _BUFFERS // (2 * operand.itemsize * len(lhs)) // (block + tn)  # two buffers of each operand
     tk = [_divisor(x.shape[1], room) for x in lhs]
     steps = [x.shape[1] // t for x, t in zip(lhs, tk)]
     begins = [sum(steps[:i]) for i in range(len(steps))]
@@ -129,7 +129,7 @@ def rows_product(lhs, rhs, group_sizes_G, *, transposed: bool = False, interpret
                     dims = ((1,), (1 if transposed else 0,)), ((), ())
                     a, b = operands[i][...], operands[len(lhs) + i][...]
                     acc[...] += lax.dot_general(
-                        a, b, dims, precision=_precision(dtype), preferred_element_type=jnp.float32
+                        a, b, dims, precision=_precision(operand), preferred_element_type=jnp.float32
                     )
 
             @pl.when(k == sum(steps) - 1)
@@ -151,7 +151,7 @@ def rows_product(lhs, rhs, group_sizes_G, *, transposed: bool = False, interpret
     index = range(len(lhs))
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((M, N), dtype),
+        out_shape=jax.ShapeDtypeStruct((M, N), dtype or operand),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(N // tn, work.shape[1], sum(steps)),

@@ -19,8 +19,8 @@ from pallas_kernels.mxfp4 import Packed
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align):
-    return grouped(XlaProducts(align), lhs_MK, rhs_GKN, group_sizes_G)
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, align, dtype):
+    return grouped(XlaProducts(align), lhs_MK, rhs_GKN, group_sizes_G, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class XlaProducts:
 
     align: int
 
-    def rows(self, lhs, rhs, group_sizes_G, transposed=False):
-        M, dtype, G = lhs[0].shape[0], lhs[0].dtype, rhs[0].shape[0]
-        wide, group_B = jnp.promote_types(dtype, jnp.float32), self._group(M, group_sizes_G)
+    def rows(self, lhs, rhs, group_sizes_G, transposed=False, dtype=None):
+        M, G = lhs[0].shape[0], rhs[0].shape[0]
+        wide, group_B = jnp.promote_types(lhs[0].dtype, jnp.float32), self._group(M, group_sizes_G)
         spec = "bck,bfk->bcf" if transposed else "bck,bkf->bcf"
         if isinstance(rhs[0], Packed):
             products = [self._unpacked(x, y, group_B, transposed) for x, y in zip(lhs, rhs)]
@@ -39,7 +39,7 @@ class XlaProducts:
             take = lambda rhs_GKN: jnp.take(rhs_GKN, group_B, axis=0, mode="clip")
             products = [_dot(spec, self._split(x), take(y), preferred_element_type=wide) for x, y in zip(lhs, rhs)]
         out = jnp.where((group_B < G)[:, None, None], sum(products[1:], products[0]), 0)
-        return out.reshape(M, -1).astype(dtype)
+        return out.reshape(M, -1).astype(dtype or lhs[0].dtype)
 
     def _unpacked(self, lhs_MK, rhs_GKN, group_B, transposed):
         """Products of blocks of rows, [B, C, N], one after the other: one matrix is unpacked at a time."""

@@ -55,6 +55,21 @@ def test_values_and_gradients(implementation, blocks, align):
         np.testing.assert_array_equal(np.asarray(got)[want == 0], 0)  # exactly, not nearly (tokamax#1016)
 
 
+@pytest.mark.parametrize("implementation", ANYWHERE)
+def test_wide_results_of_narrow_rows(implementation):
+    """dtype is that of the result alone: products of bfloat16 rows and matrices, not rounded to bfloat16."""
+    lhs, rhs, sizes = example([8, 16], 8, spare=0)
+    lhs, rhs = jnp.asarray(lhs, jnp.bfloat16), jnp.asarray(rhs, jnp.bfloat16)
+    weight = np.ones((len(lhs), rhs.shape[2]), np.float32)
+    want, d_lhs, _ = by_hand(np.asarray(lhs, np.float32), np.asarray(rhs, np.float32), weight, sizes)
+    how = {"align": 8, "dtype": jnp.float32, "implementation": implementation}
+    op = lambda x: grouped_matmul(x, rhs, jnp.asarray(sizes), **how)
+    out, vjp = jax.vjp(op, lhs)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(vjp(jnp.asarray(weight))[0].astype(jnp.float32), d_lhs, rtol=1e-2)
+
+
 def test_cost_of_xla_does_not_grow_with_the_number_of_groups():
     """jax.lax.ragged_dot on CPU multiplies every row by every group's matrix."""
 

@@ -75,9 +75,15 @@ def test_parity(name, tiles):
 def test_op_parity(width):
     sizes = SIZES["odd"]
     (lhs, rhs, d), wide = operands(sizes, 1200, 192, width)
-    op = lambda x, w: grouped_matmul(x, w, jnp.asarray(sizes), align=8, implementation="pallas_gpu")
+    op = lambda x, w, dtype=None: grouped_matmul(
+        x, w, jnp.asarray(sizes), align=8, dtype=dtype, implementation="pallas_gpu"
+    )
     out, vjp = jax.vjp(op, lhs, rhs)
     for got, want in zip((out, *vjp(d)), by_hand(*wide, sizes)):
+        assert_close(got, want, 3e-3)
+    full, vjp = jax.vjp(functools.partial(op, dtype=jnp.float32), lhs, rhs)
+    assert_close(full, by_hand(*wide, sizes)[0], 1e-5)
+    for got, want in zip(vjp(d.astype(jnp.float32)), by_hand(*wide, sizes)[1:]):
         assert_close(got, want, 3e-3)
 
 
@@ -105,7 +111,7 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["rows", "transposed", "groups"])
+@pytest.mark.parametrize("what", ["rows", "wide rows", "transposed", "groups"])
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_parity_interpreted(what, cluster, interpreted):
     """Waits, phases and the ragged ends, with NaN in every row that no group owns."""
@@ -114,11 +120,12 @@ def test_parity_interpreted(what, cluster, interpreted):
     s = jnp.asarray(sizes)
     got = {
         "rows": lambda: product_by_rows([lhs], [rhs], s, tiles),
+        "wide rows": lambda: product_by_rows([lhs], [rhs], s, tiles, dtype=jnp.float32),
         "transposed": lambda: product_by_rows([d], [rhs], s, tiles, transposed=True),
         "groups": lambda: groups_product(lhs, d, s, tiles, jnp.float32),
     }[what]()
-    want = dict(zip(("rows", "transposed", "groups"), by_hand(*wide, sizes)))[what]
-    assert_close(got, want, 3e-3)
+    want = dict(zip(("rows", "transposed", "groups"), by_hand(*wide, sizes)))[what.removeprefix("wide ")]
+    assert_close(got, want, 1e-5 if what == "wide rows" else 3e-3)
 
 
 @pytest.mark.slow
@@ -146,6 +153,15 @@ def test_compiles_for_h200(h200, M, G, D, F):  # noqa: F811
         return y, vjp(d_y)
 
     jax.jit(both).lower(x, s, x, p, w_in, w_in, w_out).compile()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("M, G", [(32768, 56), (4096, 896)])
+def test_wide_results_compile_for_h200(h200, M, G):  # noqa: F811
+    where = jax.sharding.NamedSharding(h200, jax.P())
+    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=where)
+    op = functools.partial(grouped_matmul, align=8, dtype=jnp.float32, implementation="pallas_gpu")
+    jax.jit(op).lower(shape(jnp.bfloat16, M, 3584), shape(jnp.bfloat16, G, 3584, 3072), shape(jnp.int32, G)).compile()
 
 
 @pytest.mark.parametrize(

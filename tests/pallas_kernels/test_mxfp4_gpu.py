@@ -108,6 +108,8 @@ def test_op_parity_and_gradient(K, N, rows):
     out, vjp = jax.vjp(op, x)
     want, d_x, _ = by_hand(x32, w32, d, sizes)
     assert_close(out, want, 3e-3)
+    wide = grouped_matmul(x, w, jnp.asarray(sizes), align=8, dtype=jnp.float32, implementation="pallas_gpu")
+    assert_close(wide, want, 1e-5)
     assert_close(vjp(jnp.asarray(d, jnp.bfloat16))[0], d_x, 1e-2)
 
 
@@ -120,3 +122,5 @@ def test_compiles_for_h200(h200, M, G, D, F):  # noqa: F811
     op = functools.partial(expert_ffn, align=8, implementation="pallas_gpu")
     x, p, s = shape(jnp.bfloat16, M, D), shape(jnp.float32, M), shape(jnp.int32, G)
     jax.jit(op).lower(x, p, s, packed(D, F), packed(D, F), packed(F, D)).compile()
+    wide = functools.partial(grouped_matmul, align=8, dtype=jnp.float32, implementation="pallas_gpu")
+    jax.jit(wide).lower(x, packed(D, F), s).compile()

@@ -13,7 +13,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.mxfp4 import Packed
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.ffn import activate
-from trillium_moe.model.params import wide
+from trillium_moe.model.params import wide, wide_dtype
 from trillium_moe.model.permute import dispatch, gather_sum, plan
 from trillium_moe.model.quantise import mxfp8
 from trillium_moe.shapes import Array, Float, Int
@@ -42,13 +42,16 @@ def ffn(
     w_up: Float[Array, "E L F"] | Packed,
     w_down: Float[Array, "E F L"] | Packed,
 ) -> Float[Array, "R L"]:
-    """weight_r E(z_r) of every row; rows by expert, as `permute.plan` places them for `alignment(config)`."""
+    """weight_r E(z_r) of every row; rows by expert, as `permute.plan` places them for `alignment(config)`.
+
+    Of quantised experts z holds MXFP8 numbers already (`moe.MoE.latents`).
+    """
     w_gate, w_up, w_down = (w.astype(z_RL.dtype) for w in (w_gate, w_up, w_down))
     how = {"align": alignment(config), "implementation": config.moe.implementation or None}
     if config.moe.quantise:  # the activation is rounded before its row's weight multiplies: decoding weighs later
-        product = lambda x, w: grouped_matmul(x, w, sizes_E, **how)
-        z_RL = mxfp8(z_RL)
-        hidden_RF = mxfp8(activate(config, product(z_RL, w_gate), product(z_RL, w_up)))
+        product = functools.partial(grouped_matmul, group_sizes_G=sizes_E, **how)
+        gate, up = (product(z_RL, w, dtype=wide_dtype(z_RL)) for w in (w_gate, w_up))
+        hidden_RF = mxfp8(activate(config, gate, up)).astype(z_RL.dtype)
         return (weight_R[:, None] * wide(product(hidden_RF, w_down))).astype(z_RL.dtype)
     return expert_ffn(
         z_RL,

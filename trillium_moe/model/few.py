@@ -11,16 +11,18 @@ decoding there are better orders of the same sums, none of which drops a token o
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import is_hopper
+from pallas_kernels.dispatch import is_hopper, target
 from pallas_kernels.few_rows import MOST_ROWS
 from pallas_kernels.mxfp4 import Packed
 from pallas_kernels.rounding import rounded
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.ffn import activate
-from trillium_moe.model.params import wide
+from trillium_moe.model.params import wide, wide_dtype
 from trillium_moe.model.quantise import mxfp8
 from trillium_moe.shapes import Array, Float, Int
 
@@ -60,9 +62,7 @@ def gathered(
 ) -> Float[Array, "M L"]:
     """sum_j p_j E_j(z), at least float32, by the weights of every choice."""
     w_gate, w_up, w_down = (_unpacked(jax.tree.map(lambda a: jnp.take(a, experts_MK, axis=0), x), z_ML) for x in w)
-    inputs = mxfp8 if config.moe.quantise else lambda x: x
-    z_ML = inputs(z_ML)
-    hidden = inputs(activate(config, *(jnp.einsum("ml,mklf->mkf", z_ML, x) for x in (w_gate, w_up))))
+    hidden = _hidden(config, "ml,mklf->mkf", z_ML, w_gate, w_up)
     y_MKL = jnp.einsum("mkf,mkfl->mkl", hidden, w_down)
     return _weighed(p_MK[..., None], y_MKL).sum(1)
 
@@ -73,15 +73,22 @@ def dense(
     """sum_j p_j E_j(z), at least float32, by every expert for every token."""
     w_gate, w_up, w_down = (_unpacked(x, z_ML) for x in w)
     E = w_gate.shape[0]
-    inputs = mxfp8 if config.moe.quantise else lambda x: x
-    z_ML = inputs(z_ML)
-    hidden = inputs(activate(config, *(jnp.einsum("ml,elf->emf", z_ML, x) for x in (w_gate, w_up))))
+    hidden = _hidden(config, "ml,elf->emf", z_ML, w_gate, w_up)
     p_EM = (wide(p_MK).T[:, None] * (experts_MK.T[:, None] == jnp.arange(E)[:, None])).sum(0)
     if config.moe.quantise:
         return _weighed(p_EM[..., None], jnp.einsum("emf,efl->eml", hidden, w_down)).sum(0)
     # weighed before the last product, as in `expert_ffn`, which then sums over experts, too
     weighed = (p_EM[:, :, None] * wide(hidden)).astype(z_ML.dtype)
     return jnp.einsum("emf,efl->ml", weighed, w_down, preferred_element_type=wide(z_ML).dtype)
+
+
+def _hidden(config: ModelConfig, spec: str, z_ML: Array, w_gate: Array, w_up: Array) -> Array:
+    """What experts' last product takes, in z's dtype: the activation, of quantised ones as MXFP8."""
+    if not config.moe.quantise:
+        return activate(config, *(jnp.einsum(spec, z_ML, w) for w in (w_gate, w_up)))
+    z, w_gate, w_up = (wide(x) if target()[0] == "cpu" else x for x in (z_ML, w_gate, w_up))  # as `few_rows.xla.heads`
+    product = functools.partial(jnp.einsum, spec, z, preferred_element_type=wide_dtype(z_ML))
+    return mxfp8(activate(config, product(w_gate), product(w_up))).astype(z_ML.dtype)
 
 
 def _weighed(p, y):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from trillium_moe.model.context import Context
 from trillium_moe.model.experts import Matrices, activation, alignment, ffn
 from trillium_moe.model.ffn import DenseFFN, activate
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import RouterBias, linear, normal, ones, param, wide, zeros
+from trillium_moe.model.params import RouterBias, linear, normal, ones, param, wide, wide_dtype, zeros
 from trillium_moe.model.permute import dispatch, plan
-from trillium_moe.model.quantise import mxfp4_weights
+from trillium_moe.model.quantise import mxfp4_weights, mxfp8
 from trillium_moe.parallel import expert, sharding
 from trillium_moe.parallel.manual import layout
 from trillium_moe.shapes import Array, Float
@@ -61,6 +62,23 @@ class MoE(nnx.Module):
         """What selects and weighs experts, at least float32."""
         return jax.nn.sigmoid(self.logits(x_MD))
 
+    def latents(self, x: Float[Array, "*b D"]) -> Float[Array, "*b L"]:
+        """What routed experts take: x in their width."""
+        if not self.config.moe.latent_dim:
+            return self._quantised(x, x.dtype)
+        if not self.config.moe.quantise:
+            return linear(x, self.down)
+        down = self.down.astype(x.dtype)
+        return self._quantised(jnp.einsum("...d,dl->...l", x, down, preferred_element_type=wide_dtype(x)), x.dtype)
+
+    def _quantised(self, z: Float[Array, "*b L"], dtype: Any) -> Float[Array, "*b L"]:
+        """z as quantised experts take it, in a dtype that holds MXFP8 exactly.
+
+        Rounded once and from float32: the last bit of bfloat16 hangs on the order of a sum, and what differs there is a
+        whole step of E4M3 where it crosses a tie.
+        """
+        return mxfp8(z).astype(dtype) if self.config.moe.quantise else z
+
     def weights(self) -> tuple[Matrices, Matrices, Matrices]:
         """w_gate, w_up [E, L, F] and w_down [E, F, L], as the config has them multiplied: packed or quantised, too."""
         names = ("w_gate", "w_up", "w_down")
@@ -76,7 +94,7 @@ class MoE(nnx.Module):
         # cut over a mesh, rows and time cannot merge into one axis
         x, real = (x_BTD, real) if where else (x_BTD.reshape(-1, D), real.reshape(-1))
         scores, bias = self.scores(x), self.bias[...]
-        z = linear(x, self.down) if c.latent_dim else x
+        z = self.latents(x)
         if c.balancing == "batch_threshold":
             u, aux = self.expert_choice(z, scores, real)
         else:
@@ -146,13 +164,15 @@ class MoE(nnx.Module):
         """What experts take, router logits (packed: that add up), and (packed only) the shared experts' gate and up."""
         c, M = self.config.moe, x.shape[0]
         if not hasattr(self, "inner"):
-            return linear(x, self.down) if c.latent_dim else x, self.logits(x), []
+            return self.latents(x), self.logits(x), []
         E, parts = c.n_experts, few_rows.exact_parts(x.dtype)
         sizes = [c.latent_dim] if c.latent_dim else []
         sizes += [c.n_shared * c.expert_dim] * 2 if c.n_shared else []
-        dtypes = (*[x.dtype] * len(sizes), wide(x).dtype)
-        *rest, logits = few_rows.linear(x, self.inner[...], (*sizes, parts * E), dtypes)
-        z = rest.pop(0) if c.latent_dim else x
+        dtypes = [x.dtype] * len(sizes)
+        if c.latent_dim and c.quantise:
+            dtypes[0] = wide_dtype(x)
+        *rest, logits = few_rows.linear(x, self.inner[...], (*sizes, parts * E), (*dtypes, wide_dtype(x)))
+        z = self._quantised(rest.pop(0) if c.latent_dim else x, x.dtype)
         return z, logits, rest or [jnp.zeros((M, 0), x.dtype)] * 2
 
     def _packed_output(self, parts_GML, gate, up):
