@@ -86,15 +86,31 @@ class Programs:
         self.predict = predict[0] if predict else None
 
 
-def train(programs, config, flags, say, evaluated=lambda number, suite: None):
-    """One run: its last figures, flat. `evaluated` is called after every evaluation, with the step and the suite."""
-    import jax
+def along(state, share, steps):
+    """The state with its learning rate as far along a schedule of `steps` as `share` of it."""
     import jax.numpy as jnp
+
+    at = jnp.int32(min(steps - 1, steps * share))
+    rate = state.opt_state["learning_rate"]._replace(count=at)
+    return replace(state, opt_state=state.opt_state | {"learning_rate": rate})
+
+
+def finite(loss, step):
+    """The loss, once it is there. Raises NonFiniteError."""
+    from trillium_moe.train.checkpoint import NonFiniteError
+
+    if not math.isfinite(loss := float(loss)):
+        raise NonFiniteError(f"the loss is {loss} at step {step}")
+    return loss
+
+
+def train(programs, config, flags, say):
+    """One run: its last figures, flat."""
+    import jax
 
     from trillium_moe.data.pipeline import make_pipeline
     from trillium_moe.evals import vision
     from trillium_moe.evals.heldout import heldout
-    from trillium_moe.train.checkpoint import NonFiniteError
 
     tokenizer, steps = programs.tokenizer, config.train.steps
     batches = iter(make_pipeline(config, "train", tokenizer=tokenizer))
@@ -113,29 +129,25 @@ def train(programs, config, flags, say, evaluated=lambda number, suite: None):
             for line in vision.table(scores):
                 say(line)
             out |= vision.as_metrics(scores)
-            evaluated(number, suite)
         say(json.dumps(out))
         return out
 
-    batch, number, spent, result = next(batches), 0, 0.0, {}
+    batch, number, spent, loss, result = next(batches), 0, 0.0, 0.0, {}
     while not result:
         began = time.perf_counter()
         for _ in range(flags.every):
-            if flags.seconds:  # as far along the schedule as the time
-                at = jnp.int32(min(steps - 1, steps * (spent + time.perf_counter() - began) / flags.seconds))
-                rate = state.opt_state["learning_rate"]._replace(count=at)
-                state = replace(state, opt_state=state.opt_state | {"learning_rate": rate})
+            if flags.seconds:
+                state = along(state, (spent + time.perf_counter() - began) / flags.seconds, steps)
+            before = loss
             state, metrics = programs.step(state, batch)
-            number, batch = number + 1, next(batches)
+            loss, number, batch = metrics["train/loss"], number + 1, next(batches)
+            before = finite(before, number - 1)  # while the device works on the next step
             if number <= 2 or number % 50 == 0:
-                loss = float(metrics["train/loss"])  # waits for the step
-                say(f"step {number} loss {loss:.4f}")
-                if not math.isfinite(loss):
-                    raise NonFiniteError(f"the loss is {loss} at step {number}; it is read every 50 steps")
+                say(f"step {number - 1} loss {before:.4f}")
             late = bool(flags.seconds) and spent + time.perf_counter() - began > flags.seconds
             if late or (number == steps and not flags.seconds):
                 break
-        loss = float(metrics["train/loss"])
+        loss = finite(loss, number)
         spent += time.perf_counter() - began
         last = late or (number == steps and not flags.seconds)
         figures = evaluate(number, loss)
