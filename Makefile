@@ -41,9 +41,10 @@ vision test: override EXTRAS += vision
 vision: setup ## train the tiny model on text and pictures: make vision [WORKDIR=runs/vision] [ARGS=...]
 	$(run) experiments.train --config=configs/vision.py:scale=tiny --workdir=$(if $(filter file,$(origin WORKDIR)),runs/vision,$(WORKDIR)) $(ARGS)
 
-data: setup ## fetch captioned and named pictures of two Debian packages with apt-get into DATA: make data [DATA=runs/data]
+data: setup ## fetch captioned and named pictures of three Debian packages with apt-get into DATA: make data [DATA=runs/data]
 	$(VENV)/bin/python tools/stamps.py $(DATA)
 	$(VENV)/bin/python tools/emoji.py $(DATA)
+	$(VENV)/bin/python tools/clipart.py $(DATA)
 
 curriculum: setup ## train the tiny model through four growing windows: make curriculum [LADDER=runs/ladder] [ARGS=...]
 	$(run) experiments.curriculum --config=configs/pretrain.py:scale=tiny,shrink=64 --workdir=$(LADDER) $(CURRICULUM) $(ARGS)
