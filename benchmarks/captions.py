@@ -5,8 +5,9 @@
   python -m benchmarks.captions $F --compare                                   # what lies in --out
 
 A run trains two models from one start, step by step on the same rows: `joint` sees the pictures, `blind` reads the same
-texts and sees black ones. After every evaluation it writes the nats of every held-out caption. Runs may be processes
-beside each other: with JAX_COMPILATION_CACHE_DIR set, those that begin later compile nothing.
+texts and sees black ones. After every evaluation it writes the nats of every held-out caption. Which tenth of the
+pictures is held out --config.images.fold says; over ten folds every caption is. Runs may be processes beside each
+other: with JAX_COMPILATION_CACHE_DIR set, those that begin later compile nothing.
 """
 
 import sys
@@ -27,7 +28,7 @@ def define(flags):
     own = {"flag_values": flags}
     DEFINE_integer("seed", 0, "of the run", lower_bound=0, **own)
     DEFINE_boolean("compare", False, "train nothing, compare the runs in --out", **own)
-    DEFINE_string("out", "runs/captions", "folder of the runs' figures, SEED.npz", **own)
+    DEFINE_string("out", "runs/captions", "folder of the runs' figures, FOLD_SEED.npz", **own)
 
 
 def train(config, flags, out):
@@ -92,45 +93,48 @@ def train(config, flags, out):
 
 
 def load(folder):
-    """(steps [E, S], nats [E, S, arm, N], tokens [N], texts) of the S runs in a folder, as far as all of them came."""
+    """The runs in a folder: (name, steps [E], nats [E, arm, N], tokens [N], texts) each."""
     import numpy as np
 
-    runs = [np.load(path) for path in sorted(Path(folder).glob("*.npz"))]
+    runs = [(path.stem, np.load(path)) for path in sorted(Path(folder).glob("*.npz"))]
     if not runs:
         raise UsageError(f"flag --out={folder}: no run there; train one without --compare")
-    n = min(len(run["steps"]) for run in runs)
-    stack = lambda name: np.stack([run[name][:n] for run in runs], 1)
-    return stack("steps"), stack("nats_EAN"), runs[0]["tokens_N"], runs[0]["texts"]
+    return [(name, *(run[field] for field in ("steps", "nats_EAN", "tokens_N", "texts"))) for name, run in runs]
 
 
-def conclude(steps_ES, nats_ESAN, tokens_N, texts):
-    """Lines: each arm's lowest evaluation and its last, their differences by seed, and the captions that pictures
-    helped most and least where either arm is lowest.
+def conclude(runs):
+    """Lines: what pictures change at the end of the runs and where each arm is lowest, run by run and over all, in nats
+    a byte; at every evaluation; and the captions that they helped most and least where either arm is lowest.
 
-    Args:
-      steps_ES: when each run was evaluated.
-      nats_ESAN: of every held-out caption then, for the arms joint and blind.
-      tokens_N: bytes of each, with its end.
+    Runs of other folds hold out other captions; of the same fold, a caption counts by its mean.
     """
     import numpy as np
 
-    loss_ESA = nats_ESAN.sum(-1) / tokens_N.sum()
-    by_seed = lambda x: " ".join(f"{v:+.4f}" for v in x)
-    seeds, arms = np.arange(loss_ESA.shape[1])[:, None], np.arange(2)
-    for name, at_SA in (("last", np.full_like(seeds * arms, len(loss_ESA) - 1)), ("lowest", loss_ESA.argmin(0))):
-        loss_SA, nats_SAN = loss_ESA[at_SA, seeds, arms], nats_ESAN[at_SA, seeds, arms]
-        apart_S, helped_N = loss_SA[:, 0] - loss_SA[:, 1], (nats_SAN[:, 0] - nats_SAN[:, 1]).mean(0)
-        joint, blind = loss_SA.mean(0)
-        yield f"{name:6} joint {joint:.4f}, blind {blind:.4f}: {apart_S.mean():+.4f}, by seed {by_seed(apart_S)}"
-        error = helped_N.std() * len(helped_N) ** 0.5 / tokens_N.sum()
-        yield f"       standard error over captions {error:.4f}; {(helped_N < 0).mean():.0%} of them helped"
-        yield "       after steps " + ", ".join(f"{a} and {b}" for a, b in steps_ES[at_SA, seeds])
-    for steps_S, loss_SA in zip(steps_ES, loss_ESA):
-        joint, blind = loss_SA.mean(0)
-        yield f"step {steps_S[0]:6} joint {joint:.4f}, blind {blind:.4f}: {by_seed(loss_SA[:, 0] - loss_SA[:, 1])}"
-    for i in np.argsort(helped_N):
-        alone = nats_SAN[:, 1, i].mean()
-        yield f"{helped_N[i]:+8.2f} nats, blind {alone:7.2f}, {tokens_N[i]:3} tokens: {texts[i][:80]}"
+    losses = [nats_EAN.sum(-1) / tokens_N.sum() for _, _, nats_EAN, tokens_N, _ in runs]
+    for name in ("last", "lowest"):
+        apart, found = [], {}
+        for (label, steps_E, nats_EAN, tokens_N, texts), loss_EA in zip(runs, losses):
+            at_A = loss_EA.argmin(0) if name == "lowest" else np.full(2, len(steps_E) - 1)
+            joint, blind = loss_EA[at_A, (0, 1)]
+            apart.append(joint - blind)
+            yield (f"{name:6} {label}: joint {joint:.4f}, blind {blind:.4f}: {apart[-1]:+.4f} after steps "
+                   f"{steps_E[at_A[0]]} and {steps_E[at_A[1]]}")
+            for i, text in enumerate(texts):
+                pair = nats_EAN[at_A[0], 0, i], nats_EAN[at_A[1], 1, i]
+                found.setdefault((i, str(text)), (tokens_N[i], []))[1].append(pair)
+        tokens = np.array([n for n, _ in found.values()])
+        alone = np.array([np.mean(pairs, 0)[1] for _, pairs in found.values()])
+        helped = np.array([np.mean(pairs, 0)[0] for _, pairs in found.values()]) - alone
+        error = helped.std() * len(helped) ** 0.5 / tokens.sum()
+        spread = f", deviation over runs {np.std(apart, ddof=1):.4f}" if len(apart) > 1 else ""
+        yield (f"{name:6} all: {helped.sum() / tokens.sum():+.4f}, standard error over {len(found)} captions "
+               f"{error:.4f}{spread}; {(helped < 0).mean():.0%} of the captions helped")
+    for step in sorted({step for _, steps_E, *_ in runs for step in steps_E}):
+        there = [dict(zip(steps_E, loss_EA[:, 0] - loss_EA[:, 1])) for (_, steps_E, *_), loss_EA in zip(runs, losses)]
+        yield f"step {step:6}: " + " ".join(f"{run[step]:+.4f}" if step in run else "      -" for run in there)
+    texts = [text for _, text in found]
+    for i in np.argsort(helped):
+        yield f"{helped[i]:+8.2f} nats, blind {alone[i]:7.2f}, {tokens[i]:3} tokens: {texts[i][:80]}"
 
 
 def run(flags):
@@ -139,8 +143,8 @@ def run(flags):
     if not flags.compare:
         config = replace(config_of(flags), seed=flags.seed)
         check("captions" in config.images.tasks, "images.tasks", config.images.tasks, "must name captions")
-        return train(config, flags, Path(flags.out, f"{flags.seed}.npz"))
-    lines = list(conclude(*load(flags.out)))
+        return train(config, flags, Path(flags.out, f"{config.images.fold}_{flags.seed}.npz"))
+    lines = list(conclude(load(flags.out)))
     print(*lines, sep="\n")
     return {"lines": lines}
 
