@@ -68,19 +68,20 @@ def train(config, flags, out):
                  tokens_N=[len(answer.nats) for answer in found], texts=[e.answer for e in suite.examples["captions"]])
 
     batch, number, spent, losses, done = next(batches), 0, 0.0, {}, False
+    black = np.zeros_like(batch["patches"])
     while not done:
         began = time.perf_counter()
         for _ in range(flags.every):
             share = (spent + time.perf_counter() - began) / flags.seconds if flags.seconds else number / steps
             before, losses = losses, {}
             for arm in ARMS:
-                seen = batch if arm == "joint" else batch | {"patches": np.zeros_like(batch["patches"])}
+                seen = batch if arm == "joint" else batch | {"patches": black}
                 states[arm], metrics = programs.step(vision.along(states[arm], share, steps), seen)
                 losses[arm] = metrics["train/loss"]
             number, batch = number + 1, next(batches)
             before = {arm: vision.finite(loss, number - 1) for arm, loss in before.items()}
-            if before and number % 50 == 0:
-                say(f"step {number - 1} losses {before}")
+            if before and (number - 1) % 50 == 0:
+                say(f"step {number - 1}: " + ", ".join(f"{arm} {loss:.4f}" for arm, loss in before.items()))
             done = share >= 1 if flags.seconds else number == steps
             if done:
                 break

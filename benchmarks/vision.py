@@ -141,9 +141,10 @@ def train(programs, config, flags, say):
             before = loss
             state, metrics = programs.step(state, batch)
             loss, number, batch = metrics["train/loss"], number + 1, next(batches)
-            before = finite(before, number - 1)  # while the device works on the next step
-            if number <= 2 or number % 50 == 0:
-                say(f"step {number - 1} loss {before:.4f}")
+            done = number - 1
+            before = finite(before, done)  # while the device works on the next step
+            if done == 1 or done and done % 50 == 0:
+                say(f"step {done} loss {before:.4f}")
             late = bool(flags.seconds) and spent + time.perf_counter() - began > flags.seconds
             if late or (number == steps and not flags.seconds):
                 break

@@ -6,20 +6,17 @@ left out, and so is every drawing that looks like a picture of DIRECTORY/stamps 
 its pictures from this library: those are to be new to a model that has read this.
 """
 
-import json
 import re
 import sys
-import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from debian import Missing, unpack
+from debian import collect
 from PIL import Image
 from tqdm import tqdm
 
-PACKAGE = "openclipart-png"
 LEFT_OUT = ("computer/icons", "computer/buttons", "shapes/stars", "shapes/jigsaw", "special", "unsorted/duplicates",
             "recreation/games/cards", "signs_and_symbols/led")
 STORED = 256  # pixels of the longer side: more than any model here looks at
@@ -31,6 +28,12 @@ def words(name: str) -> str:
     """The words of a file or folder name, without numbers. Some end with the name of whoever drew it."""
     found = re.findall(r"[a-z]+", name.lower())
     return " ".join(w for w in found if w not in ("aiga", "and", "of", "svg", "the")) or " ".join(found)
+
+
+def text_of(name: Path) -> str:
+    """The words of the folders, and of the file if it has any."""
+    folders = " ".join(map(words, name.parent.parts))
+    return ": ".join(filter(None, (folders, words(name.stem))))
 
 
 def open_picture(path: Path) -> Image.Image:
@@ -64,37 +67,25 @@ def store(path: Path, to: Path, known: np.ndarray) -> str:
 
 def main(directory: str) -> int:
     out = Path(directory)
-    if (out / "clipart.jsonl").exists():
-        print(f"{out / 'clipart.jsonl'} is there")
-        return 0
     stamps = sorted((out / "stamps").rglob("*.png"))
     if not stamps:
         print(f"error: no pictures in {out / 'stamps'} to leave out; run `python tools/stamps.py {out}` first",
               file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory(dir=out) as temporary:
-        try:
-            root = unpack(PACKAGE, "131 MB", Path(temporary)) / "usr/share/openclipart/png"
-        except Missing as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+
+    def drawings(unpacked: Path) -> list[dict[str, str]]:
+        root = unpacked / "usr/share/openclipart/png"
         names = [path.relative_to(root) for path in sorted(root.rglob("*.png")) if not path.is_symlink()]
         names = [name for name in names if not str(name).startswith(LEFT_OUT)]
         known = np.stack([look(open_picture(path)) for path in stamps])
         # three minutes, most of them for some posters of 100 megapixels
         became = [store(root / name, out / "clipart" / name, known) for name in tqdm(names, desc="drawings")]
-    part = out / "clipart.part"
-    with part.open("w", encoding="utf-8") as file:
-        for name, what in zip(names, became):
-            if what == "stored":
-                kind = " ".join(words(folder) for folder in name.parent.parts)
-                record = {"image": f"clipart/{name}", "text": f"{kind}: {words(name.stem)}"}
-                file.write(json.dumps(record) + "\n")
-    part.replace(out / "clipart.jsonl")  # last: it says that all is there
-    counts = Counter(became)
-    print(f"{out / 'clipart.jsonl'}: {counts['stored']} pictures with names; left out: {counts['known']} that look "
-          f"like a stamp, {counts['large']} too large to read")
-    return 0
+        counts = Counter(became)
+        print(f"left out: {counts['known']} that look like a stamp, {counts['large']} too large to read")
+        return [{"image": f"clipart/{name}", "text": text_of(name)}
+                for name, what in zip(names, became) if what == "stored"]
+
+    return collect(out / "clipart.jsonl", "openclipart-png", "131 MB", drawings)
 
 
 if __name__ == "__main__":

@@ -4,23 +4,21 @@ Some 1,400 drawings of things (SIL Open Font License) with their Unicode names: 
 DIRECTORY/emoji.jsonl, for images.named.
 """
 
-import json
 import sys
-import tempfile
 import unicodedata
 from pathlib import Path
 
-from debian import Missing, unpack
+from debian import collect
 from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
-PACKAGE = "fonts-noto-color-emoji"
 SIZE, ROOM = 109, (136, 128)  # the only size of a bitmap font, and the pixels of its drawings
 KINDS = ("So", "Sm", "Po")  # Unicode categories: symbols and punctuation; the font's letters and digits are plain ones
 
 
 def draw(font: str, out: Path) -> list[dict[str, str]]:
     """A PNG in `out` for every character of the font that has a name, and the lines of the JSONL beside it."""
+    out.mkdir(exist_ok=True)
     set_font, lines = ImageFont.truetype(font, SIZE, layout_engine=ImageFont.Layout.BASIC), []
     for code in sorted(FT2Font(font).get_charmap()):
         name = unicodedata.name(chr(code), "")
@@ -38,22 +36,8 @@ def draw(font: str, out: Path) -> list[dict[str, str]]:
 
 def main(directory: str) -> int:
     out = Path(directory)
-    if (out / "emoji.jsonl").exists():
-        print(f"{out / 'emoji.jsonl'} is there")
-        return 0
-    (out / "emoji").mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as temporary:
-        try:
-            font = next(unpack(PACKAGE, "10 MB", Path(temporary)).rglob("NotoColorEmoji.ttf"))
-        except Missing as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        lines = draw(str(font), out / "emoji")
-    part = out / "emoji.part"
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    part.replace(out / "emoji.jsonl")  # last: it says that all is there
-    print(f"{out / 'emoji.jsonl'}: {len(lines)} pictures with names")
-    return 0
+    drawings = lambda unpacked: draw(str(next(unpacked.rglob("NotoColorEmoji.ttf"))), out / "emoji")
+    return collect(out / "emoji.jsonl", "fonts-noto-color-emoji", "10 MB", drawings)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ class Products(Protocol):
     """An implementation for one kind of call; hashable. Groups are consecutive rows, multiples of its alignment."""
 
     def rows(self, lhs, rhs, group_sizes_G, transposed=False, dtype=None):
-        """Sum over i of lhs[i] [M, K_i] times rhs[i] [G, K_i, N], or [G, N, K_i] transposed, by groups: [M, N].
-
-        In dtype, or else lhs'.
+        """Sum over i of lhs[i] [M, K_i] times rhs[i] [G, K_i, N], or [G, N, K_i] transposed, by groups: [M, N]
+        in dtype, or else lhs'.
 
         rhs may be packed if the implementation's function takes that.
         Rows past the last group are zero, whatever lhs holds there.

@@ -19,7 +19,7 @@ from trillium_moe.config import ModelConfig
 from trillium_moe.model.cache import Cache
 from trillium_moe.model.kda import settled
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import layer, linear, wide
+from trillium_moe.model.params import layer, linear, wide, wide_dtype
 from trillium_moe.model.stack import Schedule
 from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Bool, Float, Int, PyTree, Shaped
@@ -299,4 +299,4 @@ def logits(config: ModelConfig, weights: Weights, h: Float[Array, "*b D"]) -> Fl
     """Logits of hidden states, as `Trillium.logits` of their final norm."""
     h = rms_norm(h, weights.norm, config.norm_eps)
     head = weights.head.astype(h.dtype)
-    return jnp.dot(h, head, preferred_element_type=wide(h).dtype).astype(config.dtypes.logits)
+    return jnp.dot(h, head, preferred_element_type=wide_dtype(h)).astype(config.dtypes.logits)

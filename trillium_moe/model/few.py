@@ -79,7 +79,7 @@ def dense(
         return _weighed(p_EM[..., None], jnp.einsum("emf,efl->eml", hidden, w_down)).sum(0)
     # weighed before the last product, as in `expert_ffn`, which then sums over experts, too
     weighed = (p_EM[:, :, None] * wide(hidden)).astype(z_ML.dtype)
-    return jnp.einsum("emf,efl->ml", weighed, w_down, preferred_element_type=wide(z_ML).dtype)
+    return jnp.einsum("emf,efl->ml", weighed, w_down, preferred_element_type=wide_dtype(z_ML))
 
 
 def _hidden(config: ModelConfig, spec: str, z_ML: Array, w_gate: Array, w_up: Array) -> Array:

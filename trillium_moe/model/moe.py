@@ -64,12 +64,12 @@ class MoE(nnx.Module):
 
     def latents(self, x: Float[Array, "*b D"]) -> Float[Array, "*b L"]:
         """What routed experts take: x in their width."""
-        if not self.config.moe.latent_dim:
-            return self._quantised(x, x.dtype)
-        if not self.config.moe.quantise:
-            return linear(x, self.down)
-        down = self.down.astype(x.dtype)
-        return self._quantised(jnp.einsum("...d,dl->...l", x, down, preferred_element_type=wide_dtype(x)), x.dtype)
+        c, z = self.config.moe, x
+        if c.latent_dim and c.quantise:
+            z = jnp.einsum("...d,dl->...l", x, self.down.astype(x.dtype), preferred_element_type=wide_dtype(x))
+        elif c.latent_dim:
+            z = linear(x, self.down)
+        return self._quantised(z, x.dtype)
 
     def _quantised(self, z: Float[Array, "*b L"], dtype: Any) -> Float[Array, "*b L"]:
         """z as quantised experts take it, in a dtype that holds MXFP8 exactly.

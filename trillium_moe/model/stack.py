@@ -37,7 +37,7 @@ from trillium_moe.config import ModelConfig
 from trillium_moe.model.attn_res import read
 from trillium_moe.model.context import Context
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import layer, put_layer, wide
+from trillium_moe.model.params import layer, put_layer, wide, wide_dtype
 from trillium_moe.parallel import sharding
 from trillium_moe.shapes import Array, Float, PyTree
 
@@ -113,7 +113,7 @@ class Stack:
     def input_of(self, norm_D, read_D, sealed, n, live, has_live):
         """Pre-normed input of a sublayer, and its depth attention weights."""
         if not self.schedule.reads:
-            return rms_norm(live, norm_D, self.eps), jnp.zeros(sealed.shape[0] + 1, wide(live).dtype)
+            return rms_norm(live, norm_D, self.eps), jnp.zeros(sealed.shape[0] + 1, wide_dtype(live))
         h, mix = read(read_D, sealed, n + 1, live, has_live, self.eps)
         return rms_norm(h, norm_D, self.eps), mix
 
@@ -126,7 +126,7 @@ class Stack:
             stacked = lambda a, n=self.schedule.count(name): jnp.zeros((n, *a.shape), a.dtype)
             aux[name] = jax.tree.map(stacked, shapes)
         if self.schedule.reads:
-            aux["attn_res"] = jnp.zeros((self.schedule.n_sublayers + 1, self.schedule.n_blocks + 1), wide(x).dtype)
+            aux["attn_res"] = jnp.zeros((self.schedule.n_sublayers + 1, self.schedule.n_blocks + 1), wide_dtype(x))
         return aux
 
     def final(self, P, sealed, live, aux):
@@ -220,7 +220,7 @@ class Stack:
         kinds, indices = self.tables()
         G = sharding.stored(jax.tree.map(jnp.zeros_like, P))
         # cotangents of sealed sums add up over all later sublayers: at least float32
-        d_sealed, d_live = sharding.activations(jnp.zeros(sealed.shape, wide(sealed).dtype)), d_h
+        d_sealed, d_live = sharding.activations(jnp.zeros(sealed.shape, wide_dtype(sealed))), d_h
         if self.schedule.reads:
             final = lambda w, sealed, live: read(w, sealed, sealed.shape[0], live, True, self.eps)[0]
             d_w, d_sealed_last, d_live = jax.vjp(final, P["read"][-1], sealed, live)[1](d_h)

@@ -15,7 +15,18 @@ from trillium_moe.model.kda import KDA
 from trillium_moe.model.mla import MLA
 from trillium_moe.model.moe import MoE
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import RouterBias, layer, linear, normal, ones, param, stack, wide, zeros
+from trillium_moe.model.params import (
+    RouterBias,
+    layer,
+    linear,
+    normal,
+    ones,
+    param,
+    stack,
+    wide,
+    wide_dtype,
+    zeros,
+)
 from trillium_moe.model.stack import Schedule, run_stack
 from trillium_moe.model.vision import Images, Vision
 from trillium_moe.parallel import sharding
@@ -104,7 +115,7 @@ class Trillium(nnx.Module):
         """Logits of normed hidden states, in the policy's logits dtype."""
         dtype = self.config.dtypes.logits
         head_DV = sharding.gathered_variable(self.head, h_BTD.dtype)
-        return jnp.dot(h_BTD, head_DV.astype(h_BTD.dtype), preferred_element_type=wide(h_BTD).dtype).astype(dtype)
+        return jnp.dot(h_BTD, head_DV.astype(h_BTD.dtype), preferred_element_type=wide_dtype(h_BTD)).astype(dtype)
 
     def __call__(
         self, tokens_BT: Int[Array, "B T"], segment_ids_BT: Int[Array, "B T"] | None = None

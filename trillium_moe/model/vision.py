@@ -21,7 +21,7 @@ from flax import nnx
 
 from trillium_moe.config import ModelConfig
 from trillium_moe.model.norms import rms_norm
-from trillium_moe.model.params import linear, normal, ones, param, stack, wide
+from trillium_moe.model.params import linear, normal, ones, param, stack, wide, wide_dtype
 from trillium_moe.parallel import sharding
 from trillium_moe.parallel.mesh import BATCH
 from trillium_moe.shapes import Array, Float, Int, Shaped
@@ -118,7 +118,7 @@ def attention(
 
     @jax.checkpoint
     def some(q, sample):
-        scores = jnp.einsum("b...qhk,bphk->b...hqp", q, k_BPHK, preferred_element_type=wide(q).dtype)
+        scores = jnp.einsum("b...qhk,bphk->b...hqp", q, k_BPHK, preferred_element_type=wide_dtype(q))
         keys = samples.reshape(B, *(1,) * (sample.ndim - 1), P)
         seen = (sample[..., None] == keys)[..., None, :, :]
         weights = jax.nn.softmax(jnp.where(seen, scores * q.shape[-1] ** -0.5, -jnp.inf), axis=-1)
@@ -213,7 +213,7 @@ class Vision(nnx.Module):
         """Patches in the tower's width, with their positions."""
         c, dtype = self.config.vision, self.config.dtypes.compute
         if jnp.issubdtype(patches_BP.dtype, jnp.integer):
-            patches_BP = patches_BP.astype(wide(jnp.zeros((), dtype)).dtype) / 127.5 - 1  # mean and deviation 0.5
+            patches_BP = patches_BP.astype(wide_dtype(jnp.zeros((), dtype))) / 127.5 - 1  # mean and deviation 0.5
         x = wide(linear(patches_BP.astype(dtype), sharding.gathered_variable(self.patch_embed, dtype)))
         x = x + interpolated(sharding.gathered_variable(self.pos_emb, dtype)[...], place_BP)
         if c.frames > 1:
@@ -227,7 +227,7 @@ class Vision(nnx.Module):
         """All layers and the final norm."""
         dtype = self.config.dtypes.compute
         graphdef, layers = nnx.split(self.blocks)
-        angle = rotation(place_BP, self.config.vision.head_dim, wide(x_BPD).dtype)
+        angle = rotation(place_BP, self.config.vision.head_dim, wide_dtype(x_BPD))
 
         def run(x, params):
             block = nnx.merge(graphdef, sharding.gathered(params, dtype))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from trillium_moe.model.context import Context
-from trillium_moe.model.params import wide
+from trillium_moe.model.params import wide, wide_dtype
 from trillium_moe.model.trillium import Trillium
 from trillium_moe.model.vision import images_of
 from trillium_moe.parallel import sharding
@@ -47,7 +47,7 @@ def nll_sum(
     parts = jax.tree.map(split, (h_BTD, targets_BT, weights_BT))
     if n_chunks == 1:
         return chunk(*jax.tree.map(lambda x: x[0], parts))
-    total, _ = jax.lax.scan(lambda total, xs: (total + chunk(*xs), None), jnp.zeros((), wide(h_BTD).dtype), parts)
+    total, _ = jax.lax.scan(lambda total, xs: (total + chunk(*xs), None), jnp.zeros((), wide_dtype(h_BTD)), parts)
     return total
 
 
