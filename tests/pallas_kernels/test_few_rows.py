@@ -127,6 +127,13 @@ def test_parts_are_joined_with_the_shared_experts(how, normed):
     assert error(got[:, :96], u) < 6e-3 and error(got[:, 96:], gate / (1 + np.exp(-gate)) * up) < 4e-3
 
 
+def test_tanh_is_exact_where_exponentials_cancel():
+    """Also of the smallest numbers: a last digit lost here is another bfloat16 number than in training."""
+    x = np.concatenate([np.linspace(-9, 9, 20_001), np.logspace(-30, 0, 2_000)]).astype(np.float32)
+    want = np.tanh(x.astype(np.float64))
+    np.testing.assert_allclose(pallas_gpu._tanh(jnp.asarray(x)), want, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("programs", [264, 8, 4], ids=["six runs of 32", "two read at once", "one of six blocks"])
 def test_attention_over_latents(programs, monkeypatch):
     """A token after none, after part of a run, and the last there is room for; a full sequence without one."""
