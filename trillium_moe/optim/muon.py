@@ -56,12 +56,10 @@ def newton_schulz(
                             preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     a, b, c = QUINTIC
 
-    def step(_, x_BNM):
+    for _ in range(steps):  # written out: the counter of a loop on the device is two kernels more for every step
         gram_BNN = dot(x_BNM, x_BNM.mT).astype(dtype)
         factor_BNN = (b * wide(gram_BNN) + c * dot(gram_BNN, gram_BNN)).astype(dtype)
-        return (a * wide(x_BNM) + dot(factor_BNN, x_BNM)).astype(dtype)
-
-    x_BNM = jax.lax.fori_loop(0, steps, step, x_BNM)
+        x_BNM = (a * wide(x_BNM) + dot(factor_BNN, x_BNM)).astype(dtype)
     return (x_BNM.mT if tall else x_BNM).astype(g_BNM.dtype)
 
 
