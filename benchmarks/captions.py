@@ -24,7 +24,7 @@ from benchmarks import vision
 from experiments.common import UsageError, command, config_of, define_config
 
 ARMS = ("joint", "blind")
-FIRST = "letters:12,glyphs:6,shapes:2.5,photos:0.3,named:1"
+FIRST = "signs:8,words:4,letters:2,glyphs:3,shapes:1.5,photos:0.3,named:0.5"
 
 
 def define(flags):

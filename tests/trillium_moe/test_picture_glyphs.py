@@ -2,11 +2,14 @@
 
 import string
 import unicodedata
+from collections import Counter
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from trillium_moe.config import ImagesConfig
 from trillium_moe.data.picture_glyphs import SIZES, characters, glyph, name_of
+from trillium_moe.data.picture_tasks import make_task
 from trillium_moe.data.picture_text import HELD_FONTS, Fonts
 
 FONTS = Fonts()
@@ -30,21 +33,30 @@ def ink_of(image):
 def test_pictures_are_whole_tokens_with_ink_and_a_name():
     plain = 0
     for i in range(150):
-        image, name = glyph(np.random.default_rng(i), FONTS, i % 3 == 0, 36)
+        image, code = glyph(np.random.default_rng(i), FONTS, i % 3 == 0, 36)
         assert image.width % 28 == image.height % 28 == 0 and image.width * image.height <= 36 * 14**2
-        assert (ink_of(image) > 0.5).sum() >= 4 and unicodedata.lookup(name)
-        plain += unicodedata.lookup(name) in string.ascii_letters + string.digits
+        assert (ink_of(image) > 0.5).sum() >= 4 and unicodedata.lookup(name_of(code)) == chr(code)
+        plain += chr(code) in string.ascii_letters + string.digits
     assert 60 < plain < 120  # half, and some of the other half's
+
+
+def test_signs_are_letters_and_digits_and_say_so():
+    """Each of the 62 as often, whatever the fonts hold beside them; glyphs are called by name."""
+    sign, name = (make_task(task, ImagesConfig(tasks=task, max_patches=36)) for task in ("signs", "glyphs"))
+    found = Counter(sign(np.random.default_rng(i), i % 2 == 0).answer for i in range(1240))
+    assert set(found) <= set(string.ascii_letters + string.digits) and len(found) == 62
+    assert max(found.values()) < 45  # 20 expected
+    assert unicodedata.lookup(name(np.random.default_rng(0), False).answer)
 
 
 def test_held_out_characters_are_those_of_held_out_fonts():
     """The picture is what Pillow sets in one of the held-out fonts in one of the sizes, filled or as an outline."""
     held = [PATHS[stem] for stem in HELD_FONTS]
     for i in range(12):
-        image, name = glyph(np.random.default_rng(i), FONTS, True, 64)
+        image, code = glyph(np.random.default_rng(i), FONTS, True, 64)
         ours = cropped(ink_of(image) > 0.5)
         close = [size for path in held for size in SIZES for stroke in range(8)
-                 if same(ours, drawn(path, size, stroke, unicodedata.lookup(name)))]
+                 if same(ours, drawn(path, size, stroke, chr(code)))]
         assert close
 
 

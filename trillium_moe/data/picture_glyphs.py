@@ -37,16 +37,19 @@ def name_of(code: int) -> str:
     return unicodedata.name(chr(code)).lower()
 
 
-def glyph(rng: np.random.Generator, fonts: Fonts, held: bool, most: int) -> tuple[Image.Image, str]:
-    """A character in a font of the split, turned, slanted and coloured at random, and its name.
+def glyph(
+    rng: np.random.Generator, fonts: Fonts, held: bool, most: int, latin: float = LATIN
+) -> tuple[Image.Image, int]:
+    """A character in a font of the split, turned, slanted and coloured at random, and its code point.
 
     Args:
       most: patches of the picture, whose sides are whole tokens.
+      latin: share of digits and letters without accents.
     """
     while True:
         path = fonts.path(rng, held)
         of_font = characters(path)
-        code = _PLAIN[rng.integers(len(_PLAIN))] if rng.random() < LATIN else of_font[rng.integers(len(of_font))]
+        code = _PLAIN[rng.integers(len(_PLAIN))] if rng.random() < latin else of_font[rng.integers(len(of_font))]
         size = SIZES[rng.integers(len(SIZES))]
         stroke = int(rng.integers(1, 2 + size // 22)) if size >= 30 and rng.random() < OUTLINED else 0
         font = font_of(path, size)
@@ -60,4 +63,4 @@ def glyph(rng: np.random.Generator, fonts: Fonts, held: bool, most: int) -> tupl
     ImageDraw.Draw(image).text((x - left, y - top), chr(code), fill=0 if stroke else 255, font=font, **inner)
     if not held:
         image = transformed(rng, image)
-    return Image.fromarray(dyed(rng, np.asarray(image))), name_of(code)
+    return Image.fromarray(dyed(rng, np.asarray(image))), code

@@ -11,6 +11,7 @@
     svg       shapes to SVG code, and whether a code is that of the picture
     photos    crops of scikit-image's and scikit-learn's photographs: what they show (extra `vision`)
     glyphs    any character of a font: its Unicode name
+    signs     a letter or digit as `glyphs` draws it, small to large: itself
     captions  captioned pictures of files (images.path), see `picture_files`
     named     pictures of other files (images.named) and what they show
     folders   the pictures of images.path: the folders that they lie in
@@ -31,7 +32,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from trillium_moe.config import ConfigError, ImagesConfig, check, check_choice
-from trillium_moe.data.picture_glyphs import glyph
+from trillium_moe.data.picture_glyphs import glyph, name_of
 from trillium_moe.data.picture_text import Fonts, some_letters, some_word, varied, written
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (235, 200, 40),
@@ -86,10 +87,13 @@ def make_numbers(fonts: Fonts) -> Task:
     return task
 
 
-def make_glyphs(fonts: Fonts, most: int) -> Task:
+def make_glyphs(fonts: Fonts, most: int, name: str) -> Task:
     def task(rng, held):
-        image, name = glyph(rng, fonts, held, most)
-        return Example((image,), "name: ", name, "glyphs")
+        if name == "signs":  # the shortest text that says what is seen: three times as many fit into a row
+            image, code = glyph(rng, fonts, held, most, latin=1.0)
+            return Example((image,), "sign: ", chr(code), name)
+        image, code = glyph(rng, fonts, held, most)
+        return Example((image,), "name: ", name_of(code), name)
 
     return task
 
@@ -327,8 +331,8 @@ def make_task(name: str, config: ImagesConfig) -> Task:
             return make_charts(Fonts(config.fonts))
         case "photos":
             return make_photos()
-        case "glyphs":
-            return make_glyphs(Fonts(config.fonts), config.max_patches)
+        case "glyphs" | "signs":
+            return make_glyphs(Fonts(config.fonts), config.max_patches, name)
         case "captions" | "named" | "folders":
             from trillium_moe.data.picture_files import make_captions
 
@@ -337,7 +341,7 @@ def make_task(name: str, config: ImagesConfig) -> Task:
 
 
 TASKS = ("digits", "numbers", "letters", "words", "lines", "shapes", "charts", "boards", "svg", "photos", "glyphs",
-         "captions", "named", "folders")
+         "signs", "captions", "named", "folders")
 
 
 def task_weights(config: ImagesConfig) -> dict[str, float]:
