@@ -1,6 +1,7 @@
 """What pictures are worth to the captions of pictures that were never seen.
 
-  F="--config=configs/vision.py:scale=small --config.images.path=runs/data/captions.jsonl --out=runs/captions"
+  F="--config=configs/vision.py:scale=small --config.images.path=runs/data/captions.jsonl --out=runs/captions
+     --config.images.tasks=captions:0.5,signs:8,words:4 --config.optim.schedule=wsd --first_steps=1600"
   for seed in 0 1 2; do python -m benchmarks.captions $F --seed=$seed; done    # train
   python -m benchmarks.captions $F --compare                                   # what lies in --out
 
@@ -24,7 +25,7 @@ from benchmarks import vision
 from experiments.common import UsageError, command, config_of, define_config
 
 ARMS = ("joint", "blind")
-FIRST = "signs:8,words:4,letters:2,glyphs:3,shapes:1.5,photos:0.3,named:0.5"
+FIRST = "signs:8,words:8,letters:2,glyphs:2,shapes:1.5,photos:0.3"
 
 
 def define(flags):
@@ -207,7 +208,8 @@ def conclude(runs):
 
 
 def run(flags):
-    from trillium_moe.config import check
+    from trillium_moe.config import ConfigError, check
+    from trillium_moe.data.picture_tasks import task_weights
 
     if flags.compare:
         lines = list(conclude(load(flags.out)))
@@ -215,8 +217,11 @@ def run(flags):
         return {"lines": lines}
     config = replace(config_of(flags), seed=flags.seed)
     check("captions" in config.images.tasks, "images.tasks", config.images.tasks, "must name captions")
-    own = [name for name in ("captions", "folders") if name in flags.first]
-    if own:
+    try:
+        first = task_weights(replace(config.images, tasks=flags.first))
+    except ConfigError as error:
+        raise UsageError(f"flag --first: {error}") from None
+    if own := [name for name in ("captions", "folders") if name in first]:
         raise UsageError(f"flag --first={flags.first}: must not name {own[0]}, whose pictures the folds hold out")
     if flags.first_steps >= config.train.steps:
         raise UsageError(f"flag --first_steps={flags.first_steps}: must be less than train.steps={config.train.steps}")
