@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.expert_ffn.activation import Activation
 from pallas_kernels.few_rows import pallas_gpu, xla
+from pallas_kernels.rounding import rounded, widened
 
 ALIGN = 32  # rows of a packed matrix that every part starts at a multiple of
 
@@ -47,8 +48,8 @@ def exact(w_IO: Float[Array, "I O"], dtype: Dtype) -> Float[Array, "I _"]:
     """
     parts, rest = [], w_IO
     for _ in range(exact_parts(dtype)):
-        parts.append(rest.astype(dtype))
-        rest = rest - parts[-1].astype(rest.dtype)
+        parts.append(rounded(rest, dtype))
+        rest = rest - widened(parts[-1])  # by casts alone XLA would take rest from itself, and leave zeros
     return jnp.concatenate(parts, axis=1)
 
 
