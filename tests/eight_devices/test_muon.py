@@ -55,20 +55,12 @@ def test_updates_are_those_of_one_device(sizes, serial, expected):
         np.testing.assert_allclose(got[...], want[...], rtol=0, atol=2e-6, err_msg=str(path))
 
 
-def computations(hlo):
-    """Instructions of an HLO module by the computation they are in."""
-    return {m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", hlo, re.M | re.S)}
-
-
-def test_one_reshard_in_one_out_and_none_in_the_iteration():
+def test_one_reshard_in_and_one_out():
+    """None in the iteration, whose steps are written out."""
     mesh = make_mesh(MeshConfig(data=4, model=2))
     tx = scale_by_muon(momentum=0.0)
     with jax.set_mesh(mesh):
         grads = place(nnx.State({"q": gradients()["q"]}), mesh)
         hlo = jax.jit(tx.update).lower(grads, tx.init(grads)).compile().as_text()
-    collective = re.compile(r" (all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\(")
-    parts = {name: collective.findall(body) for name, body in computations(hlo).items()}
-    found = [kind for kinds in parts.values() for kind in kinds]
+    found = re.findall(r" (all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\(", hlo)
     assert found == ["all-to-all"] * 2  # embed is cut over data; the heads over model stay where they are
-    bodies = set(re.findall(r"(?:body|condition)=%?([\w.\-]+)", hlo))
-    assert bodies and not any(parts[name] for name in bodies)
