@@ -231,7 +231,7 @@ def experts(
 
 
 def _tanh(x):
-    """To float32's rounding everywhere. The exponentials alone cancel near zero, where most channels are: an error of
+    """To 1e-6 everywhere. The exponentials alone cancel near zero, where most channels are: an error of
     1e-7 is 1e-5 of what is left, and training, whose tanh is exact, rounds another number to bfloat16."""
     y = x * x
     near = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))

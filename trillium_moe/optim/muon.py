@@ -56,7 +56,7 @@ def newton_schulz(
                             preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     a, b, c = QUINTIC
 
-    for _ in range(steps):  # written out: the counter of a loop on the device is two kernels more for every step
+    for _ in range(steps):  # written out: a loop on the device would count in a kernel of its own
         gram_BNN = dot(x_BNM, x_BNM.mT).astype(dtype)
         factor_BNN = (b * wide(gram_BNN) + c * dot(gram_BNN, gram_BNN)).astype(dtype)
         x_BNM = (a * wide(x_BNM) + dot(factor_BNN, x_BNM)).astype(dtype)
