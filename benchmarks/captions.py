@@ -7,8 +7,9 @@
 
 A run trains two models from one start, step by step on the same rows: `joint` sees the pictures, `blind` reads the same
 texts and sees black ones. The first --first_steps steps read other pictures (--first), without a caption; from there
-both go on once for each of --folds, to config.train.steps, with the tasks of the config and that tenth of the captions
-held out: over ten folds every caption is. A schedule of wsd keeps its rate over the first steps and falls in the folds.
+both go on once for each of --folds, to config.train.steps, with the tasks of the config and that part of the captions
+held out: over all config.images.folds every caption is. A schedule of wsd keeps its rate over the first steps and falls
+in the folds.
 After every evaluation the nats of every held-out caption are written.
 
 Runs may be processes beside each other: with JAX_COMPILATION_CACHE_DIR set, those that begin later compile nothing.
@@ -34,7 +35,7 @@ def define(flags):
     DEFINE_integer("seed", 0, "of the run", lower_bound=0, **own)
     DEFINE_integer("first_steps", 0, "steps before the folds", lower_bound=0, **own)
     DEFINE_string("first", FIRST, "tasks of those steps, as config.images.tasks", **own)
-    DEFINE_list("folds", [str(i) for i in range(10)], "tenths to hold out, one after the other", **own)
+    DEFINE_list("folds", [], "of config.images.folds parts those to hold out, one after the other; none: all", **own)
     DEFINE_integer("every", 100, "steps of a fold between evaluations", lower_bound=1, **own)
     DEFINE_boolean("compare", False, "train nothing, compare the runs in --out", **own)
     DEFINE_string("out", "runs/captions", "folder of the runs' figures, FOLD_SEED.npz", **own)
@@ -106,7 +107,7 @@ def train(config, flags):
             run.say(f"step {flags.first_steps}, {arm}")
             for line in table(suite(start[arm].params, start[arm].router_bias)):
                 run.say(line)
-    for fold in map(int, flags.folds):
+    for fold in map(int, flags.folds or range(config.images.folds)):
         own = replace(config, images=replace(config.images, fold=fold))
         suites = run.suites(replace(own, images=replace(own.images, tasks="captions")))
         states, steps, nats = copies(start), [], []
@@ -225,8 +226,8 @@ def run(flags):
         raise UsageError(f"flag --first={flags.first}: must not name {own[0]}, whose pictures the folds hold out")
     if flags.first_steps >= config.train.steps:
         raise UsageError(f"flag --first_steps={flags.first_steps}: must be less than train.steps={config.train.steps}")
-    if not flags.folds or not set(flags.folds) <= set("0123456789"):
-        raise UsageError(f"flag --folds={','.join(flags.folds)}: must be numbers from 0 to 9")
+    if not set(flags.folds) <= set(map(str, range(config.images.folds))):
+        raise UsageError(f"flag --folds={','.join(flags.folds)}: must be numbers from 0 to {config.images.folds - 1}")
     return train(config, flags)
 
 

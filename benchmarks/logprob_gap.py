@@ -1,10 +1,10 @@
 """Log-probabilities of sampled tokens: as sampled from the cache, against the forward pass of training.
 
-  python -m benchmarks.logprob_gap --workdir=runs/a,runs/b [--requests=16 --tokens=128] [--mixers=float32]
+  python -m benchmarks.logprob_gap --workdir=runs/a,runs/b [--requests=16 --tokens=128] [--mixers=float32] [--exact]
 
 Both in the run's own dtypes, or with activations in --compute, or with KDA and MLA inside in --mixers. What differs is
 the order of sums and, in bfloat16, where it rounds. Quantised experts (model.moe.quantise) pass differences on
-enlarged: benchmarks/gap_causes.py.
+enlarged: benchmarks/gap_causes.py. --exact samples from training's own forward pass (trillium_moe/infer/exact.py).
 """
 
 import argparse
@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 
 from trillium_moe.infer.batching import Batcher, Request
-from trillium_moe.infer.engine import Engine, EngineConfig
+from trillium_moe.infer.engine import EngineConfig
+from trillium_moe.infer.exact import make_engine
 from trillium_moe.infer.generate import load_model
 from trillium_moe.infer.sampling import Sampling
 from trillium_moe.train.state import model_def
@@ -24,7 +25,7 @@ from trillium_moe.train.state import model_def
 PROMPT = "def main(arguments):\n    "
 
 
-def gap(workdir: str, n: int, tokens: int, compute: str = "", mixers: str = "") -> np.ndarray:
+def gap(workdir: str, n: int, tokens: int, compute: str = "", mixers: str = "", exact: bool = False) -> np.ndarray:
     """|sampled - trained| log-probability of every sampled token."""
     model = load_model(workdir)
     config = model.config.model
@@ -35,8 +36,8 @@ def gap(workdir: str, n: int, tokens: int, compute: str = "", mixers: str = "") 
         config = dataclasses.replace(config, kda=inside(config.kda), mla=inside(config.mla))
     prompt = model.tokenizer.encode(PROMPT).tolist()
     length = -(-(len(prompt) + tokens) // 64) * 64
-    engine = Engine(config, model.params, model.router_bias, EngineConfig(slots=n, capacity=length))
-    batcher = Batcher(engine)
+    sizes = EngineConfig(slots=n, capacity=length, exact=exact)
+    batcher = Batcher(make_engine(config, model.params, model.router_bias, sizes))
     requests = [batcher.submit(Request(prompt, tokens, Sampling(1.0, seed=i))) for i in range(n)]
     batcher.run()
     graphdef = model_def(config)[0]
@@ -60,9 +61,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--compute", default="", help="bfloat16 or float32, instead of the run's own activations")
     parser.add_argument("--mixers", default="", help="float32: model.kda.compute and model.mla.compute")
+    parser.add_argument("--exact", action="store_true", help="sample from training's own forward pass")
     args = parser.parse_args()
     for workdir in args.workdir.split(","):
-        found = gap(workdir, args.requests, args.tokens, args.compute, args.mixers)
+        found = gap(workdir, args.requests, args.tokens, args.compute, args.mixers, args.exact)
         print(f"{workdir}: {found.size} tokens, |difference| mean {found.mean():.2e}, 99th percentile "
               f"{np.quantile(found, 0.99):.2e}, largest {found.max():.2e} nats", flush=True)
 

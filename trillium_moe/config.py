@@ -343,7 +343,8 @@ class ImagesConfig:
     tasks: str = "digits,shapes"  # what the pictures show, name or name:weight, as `trillium_moe.data.picture_tasks`
     path: str = ""  # captioned pictures: *.jsonl or *.parquet files (glob, comma separated), for `captions`, `folders`
     named: str = ""  # the same for the task `named`: pictures of single things and their names
-    fold: int = 0  # which tenth of the pictures of files is held out, 0 to 9
+    folds: int = 10  # parts that the pictures of files fall into
+    fold: int = 0  # which of the parts is held out
     image_key: str = "image"  # field or column with the picture's file name (JSONL) or bytes (Parquet)
     text_key: str = "text"  # field or column with its caption
     patches: int = 512  # patches that a row has room for
@@ -356,7 +357,9 @@ class ImagesConfig:
     def __post_init__(self):
         check(0 <= self.share < 1, "images.share", self.share, "must lie in [0, 1): the rest of the rows is text")
         check_positive("images", self, "patches", "max_patches", "eval_examples")
-        check(0 <= self.fold <= 9, "images.fold", self.fold, "must be 0 to 9: a tenth of the pictures is held out")
+        check(self.folds > 1, "images.folds", self.folds, "must be 2 or more: one part of them is held out")
+        check(0 <= self.fold < self.folds, "images.fold", self.fold,
+              f"must be 0 to {self.folds - 1}: which of images.folds={self.folds} parts is held out")
         check(self.workers >= 0, "images.workers", self.workers, "must be 0 (none) or a number of processes")
         check(self.patches % 4 == 0, "images.patches", self.patches, "must be a multiple of 4, the patches of a token")
         check(4 <= self.max_patches <= self.patches, "images.max_patches", self.max_patches,

@@ -11,6 +11,8 @@ from pallas_kernels.dispatch import dispatch
 
 IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention, "pallas_gpu": pallas_gpu.attention}
 
+FROM = {"xla": reference.attention_from, "pallas_gpu": pallas_gpu.attention_from}
+
 RUNS = {"xla": blocks.runs, "pallas_gpu": pallas_gpu.runs}
 
 
@@ -36,6 +38,24 @@ def attention(
       scaled logit of each head, for QK-Clip; no gradient flows through the latter.
     """
     return dispatch("attention", IMPLEMENTATIONS, implementation, q_BTHK, k_BTHK, v_BTHV, scale, segment_ids)
+
+
+def attention_from(
+    q_BtHK: Float[Array, "B t H K"],
+    k_BTHK: Float[Array, "B T H K"],
+    v_BTHV: Float[Array, "B T H V"],
+    start_B: Int[Array, " B"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B t H V"], Float[Array, " H"]]:
+    """What `attention` gives t neighbouring queries of every row, whose first one stands at position start_B.
+
+    On a GPU to the bit where start_B and t are multiples of 128, in whatever longer row the queries stood there; by
+    other backends to the order of a softmax's sums. Keys after a query may hold anything finite. Not for several
+    devices. Arguments and results as there.
+    """
+    return dispatch("attention_from", FROM, implementation, q_BtHK, k_BTHK, v_BTHV, start_B, scale)
 
 
 def attention_runs(

@@ -27,6 +27,16 @@ def attention(q_BTHK, k_BTHK, v_BTHV, scale, segment_ids):
     return o[0], top
 
 
+def attention_from(q_BtHK, k_BTHK, v_BTHV, start_B, scale):
+    """`api.attention_from`.
+
+    Raises:
+      NotImplementedError: what `attend` refuses.
+    """
+    o, top = attend(q_BtHK[None], k_BTHK, v_BTHV, start_B[None], None, None, scale=scale)
+    return o[0], top
+
+
 def runs(expand, q_GBtHK, start_G, ids_GBt, weights, source, ids_BT, scale):
     """`api.attention_runs`: all keys and values are expanded at once.
 
@@ -46,7 +56,7 @@ def attend(
     q_GBtHK: Float[Array, "G B t H K"],
     k_BTHK: Float[Array, "B T H K"],
     v_BTHV: Float[Array, "B T H V"],
-    start_G: Int[Array, " G"],
+    start_G: Int[Array, " G"] | Int[Array, "G B"],
     ids_GBt: Int[Array, "G B t"] | None,
     ids_BT: Int[Array, "B T"] | None,
     *,
@@ -55,7 +65,8 @@ def attend(
     """Attention of G runs of t neighbouring queries each; a query sees its own document's keys up to itself.
 
     Args:
-      start_G: position of each run's first query in the sequence of T keys; may be computed on the device.
+      start_G: position of each run's first query in the sequence of T keys, or in every row's, [G, B]; may be computed
+        on the device.
       ids_GBt, ids_BT: document of every query and of every key, or None for one document.
 
     Returns:
@@ -72,7 +83,7 @@ def attend(
         x, ((0, 0), (0, -x.shape[1] % BLOCK), (0, 0), (0, size - K))
     )  # zeros change no logit
     tokens = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)) + ((0, 0),) * (x.ndim - 2), mode="edge")
-    start_N = jnp.repeat(start_G.astype(jnp.int32), B)
+    start_N = jnp.broadcast_to(start_G.astype(jnp.int32).reshape(G, -1), (G, B)).reshape(-1)
     flat = lambda x: x.reshape(G * B, *x.shape[2:])
     ids = None, None
     if ids_BT is not None:

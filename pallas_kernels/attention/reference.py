@@ -12,6 +12,12 @@ def attention(q_BTHK, k_BTHK, v_BTHV, scale, segment_ids):
     return masked_attention(q_BTHK, k_BTHK, v_BTHV, scale, visible)
 
 
+def attention_from(q_BtHK, k_BTHK, v_BTHV, start_B, scale):
+    at_Bt = start_B[:, None] + jnp.arange(q_BtHK.shape[1])
+    visible = at_Bt[:, :, None] >= jnp.arange(k_BTHK.shape[1])
+    return masked_attention(q_BtHK, k_BTHK, v_BTHV, scale, visible)
+
+
 def masked_attention(q_BQHK, k_BTHK, v_BTHV, scale, visible_BQT):
     """Softmax attention of some queries over all keys; every query must see at least one key."""
     wide = jnp.promote_types(q_BQHK.dtype, jnp.float32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, attention_runs, blocks, cached, xla
+from pallas_kernels.attention import attention, attention_from, attention_runs, blocks, cached, xla
 
 
 def example(T, segments, dtype=np.float32):
@@ -140,6 +140,22 @@ def test_runs_are_rows_of_the_whole(packed):
     (_, wanted), expected = jax.value_and_grad(whole, (0, 1, 2), has_aux=True)(q, k, up)
     for a, b in zip((o, *found), (wanted, *expected)):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_from_a_position_of_their_own_row():
+    """Every row's from another one; keys behind the queries are old."""
+    q, k, v, _ = example(48, False)
+    start = np.array([8, 24])
+    cut = lambda x: jnp.stack([x[b, s : s + 16] for b, s in enumerate(start)])
+    old = [x.copy() for x in (k, v)]
+    for x in old:
+        for b, s in enumerate(start):
+            x[b, s + 16 :] = 7
+    want, _ = attention(*map(jnp.asarray, (q, k, v)), scale=0.5, implementation="reference")
+    got, top = attention_from(cut(q), *map(jnp.asarray, (*old, start)), scale=0.5)
+    np.testing.assert_allclose(got, cut(want), rtol=1e-5, atol=1e-6)
+    logits = [[q[b, s + i, h] @ k[b, : s + i + 1, h].T for b, s in enumerate(start) for i in range(16)] for h in (0, 1)]
+    np.testing.assert_allclose(top, [0.5 * max(x.max() for x in own) for own in logits], rtol=1e-5)
 
 
 def test_a_chunk_of_one_cached_sequence_is_a_run_on_hopper(monkeypatch):

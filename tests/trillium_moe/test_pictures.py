@@ -273,6 +273,8 @@ def test_captions_of_a_folder(folder):
     items = find_captions(config)
     train, held = split_captions(items, False), split_captions(items, True)
     assert len(train) + len(held) == 30 and 1 <= len(held) < 10 and not set(train) & set(held)
+    halves = [{c.name for c in split_captions(items, True, fold, 2)} for fold in (0, 1)]
+    assert halves[0] | halves[1] == {c.name for c in items}
     folds = [split_captions(items, True, fold) for fold in range(10)]
     assert {c.name for fold in folds for c in fold} == {c.name for c in items}
     assert split_captions(items, True, 3) == [c for c in items if c not in split_captions(items, False, 3)]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.trillium_moe.test_cache import config as model
-from trillium_moe.config import ConfigError, KDAConfig, OptimConfig
+from trillium_moe.config import ConfigError, DtypeConfig, KDAConfig, MoEConfig, OptimConfig
 from trillium_moe.rl.config import ObjectiveConfig, RLConfig, RolloutConfig, SFTConfig, TaskConfig
 from trillium_moe.rl.loop import train
 from trillium_moe.rl.report import summary, write_report
 from trillium_moe.rl.rollout import Rollout
-from trillium_moe.rl.run import Run
+from trillium_moe.rl.run import Run, Work
 from trillium_moe.train import checkpoint
 from trillium_moe.train.metrics import is_timing, read_metrics
 
@@ -92,8 +92,6 @@ def test_no_trajectory_is_lost():
     run = Run(CONFIG)
     state = run.init()
     state = run.fresh(state.params, state.router_bias)
-    from trillium_moe.rl.run import Work
-
     work, trained = Work(), []
     for update in range(4):
         run.iterate(state, work, update)
@@ -102,3 +100,27 @@ def test_no_trajectory_is_lost():
     waiting = [g[0].group for batch in work.queue for g in batch] + [g[0].group for g in work.open]
     assert len(trained) + len(waiting) + work.uniform + work.dropped == work.next_group
     assert len(set(trained) | set(waiting)) == len(trained) + len(waiting)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_update_starts_from_the_sampled_probabilities(exact):
+    """Quantised experts in bfloat16, several sequences a row: the gradient's own forward pass, not one like it."""
+    small = dataclasses.replace(
+        CONFIG.model, dtypes=DtypeConfig(compute="bfloat16"), scan_layers=True, remat="block", residual="block",
+        kda=KDAConfig(n_heads=2, head_dim=8), n_dense_layers=1,
+        moe=MoEConfig(n_experts=8, k=2, expert_dim=32, latent_dim=32, n_shared=1, quantise="mxfp4"),
+    )  # fmt: skip
+    rollout = dataclasses.replace(CONFIG.rollout, exact=exact, lag=0, pause=1.0)
+    config = dataclasses.replace(CONFIG, row=256, model=small, objective=ObjectiveConfig(), rollout=rollout)
+    run, work = Run(config), Work()
+    state = run.supervise(run.init(), 30)
+    state = run.fresh(state.params, state.router_bias)
+    for update in range(2):
+        run.iterate(state, work, update)
+        state, metrics = run.learn(state, work.queue.pop(0), work, update)
+        assert (metrics["rl/log_ratio_max"] < 4e-6) == exact
+
+
+def test_exact_rollouts_need_a_forward_pass_of_its_own():
+    with pytest.raises(ConfigError, match="config rollout.exact=True: needs model.scan_layers=True and model.remat"):
+        dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, exact=True))

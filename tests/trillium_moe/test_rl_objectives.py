@@ -200,13 +200,14 @@ def test_weights(name, first):
     assert sequences[0]["weight"].tolist() == pytest.approx([0, first, first])
 
 
-def test_every_token_is_packed_once():
+@pytest.mark.parametrize("align", [1, 8])
+def test_every_token_is_packed_once(align):
     rng = np.random.default_rng(0)
     sizes = rng.integers(2, 30, 50)
     starts = np.cumsum([0, *sizes])
     sequences = [{"tokens": np.arange(a, a + n, dtype=np.int32), "mask": np.ones(n, np.float32)}
                  for a, n in zip(starts, sizes)]
-    got = list(batch.micro_batches(sequences, row=32, rows=4))
+    got = list(batch.micro_batches(sequences, row=32, rows=4, align=align))
     assert all(b["tokens"].shape == (4, 32) for b in got)
     real = np.concatenate([b["tokens"][b["segment_ids"] > 0] for b in got])
     assert sorted(real.tolist()) == list(range(int(starts[-1])))
@@ -216,3 +217,4 @@ def test_every_token_is_packed_once():
             for i in range(1, ids.max() + 1):
                 own = row[ids == i]
                 assert (np.diff(own) == 1).all() and int(own[0]) in starts
+                assert np.argmax(ids == i) % align == 0

@@ -25,8 +25,6 @@ from trillium_moe.config import ConfigError, ImagesConfig, check
 from trillium_moe.data.images import ImageError, read_image, scaled_size
 from trillium_moe.data.picture_views import view
 
-FOLDS = 10  # parts of the pictures, one of which is held out
-
 
 class Captioned(NamedTuple):
     """A picture that was not read yet."""
@@ -117,14 +115,14 @@ def read_captioned(item: Captioned, image_key: str) -> Image.Image:
     return read_image(value, item.name)
 
 
-def split_captions(items: Sequence[Captioned], held: bool, fold: int = 0) -> list[Captioned]:
-    """One side of the split; a picture is held out in one fold. Neither side is ever empty: of the hashes, counted from
-    where the fold begins, the least is held out and the greatest is not."""
-    begin = fold * 2**64 // FOLDS
+def split_captions(items: Sequence[Captioned], held: bool, fold: int = 0, folds: int = 10) -> list[Captioned]:
+    """One side of the split; a picture is held out in one fold of `folds`. Neither side is ever empty: of the hashes,
+    counted from where the fold begins, the least is held out and the greatest is not."""
+    begin = fold * 2**64 // folds
     hashes = [int.from_bytes(hashlib.sha256(f"caption:{c.name}".encode()).digest()[:8]) for c in items]
     hashes = [(h - begin) % 2**64 for h in hashes]
     low, high = min(hashes), max(hashes)
-    out = lambda h: h == low or (h < 2**64 // FOLDS and h != high)
+    out = lambda h: h == low or (h < 2**64 // folds and h != high)
     return [c for c, h in zip(items, hashes) if out(h) == held]
 
 
@@ -140,7 +138,7 @@ def make_captions(config: ImagesConfig, name: str = "captions"):
         common = len(os.path.commonprefix(folders))
         items = [item._replace(text=" ".join(parts[common:])) for item, parts in zip(items, folders)]
         items = [item for item in items if item.text]
-    sides = {held: split_captions(items, held, config.fold) for held in (True, False)}
+    sides = {held: split_captions(items, held, config.fold, config.folds) for held in (True, False)}
     prompt = {"captions": "caption: ", "named": "name: ", "folders": "folder? "}[name]
 
     @functools.lru_cache(maxsize=1024)

@@ -45,8 +45,12 @@ class EngineConfig:
     prefix_block: int = 64  # tokens per hashed block of the prefix store
     prefix_bytes: int = 0  # device memory for prefixes; 0: no store
     prefix_host_bytes: int = 0  # host memory for prefixes that had to leave the device
+    exact: bool = False  # sample from training's own forward pass: `exact.make_engine`
 
     def __post_init__(self):
+        for name, value in (("speculate", False), ("latents", ""), ("prefix_bytes", 0)):
+            check(not self.exact or getattr(self, name) == value, f"infer.{name}", getattr(self, name),
+                  f"must be {value!r} with infer.exact")
         check(self.steps > 0, "infer.steps", self.steps, "must be greater than 0")
         check(len(self.chunks) > 0 and min(self.chunks, default=0) > 1, "infer.chunks", self.chunks,
               "must be sizes greater than 1")
@@ -71,11 +75,13 @@ class Decoded(NamedTuple):
 class Engine:
     """See the module. Not for several threads at once; under `jax.set_mesh`, cut over that mesh."""
 
+    places = 1  # tokens of a sequence that go through the model for a new one
+
     def __init__(self, model: ModelConfig, params: PyTree, router_bias: PyTree, config: EngineConfig = EngineConfig()):
         """Raises ConfigError for sizes out of range or a cache that does not fit into the device's memory."""
         B = config.slots
         self.model, self.config = model, config
-        self.cache: Cache = make_cache(model, B, config.capacity, config.latents, mtp=config.speculate)
+        self.cache = self._empty()
         self.load(params, router_bias)
         self.store = None
         if config.prefix_bytes:
@@ -93,12 +99,22 @@ class Engine:
         self.free = list(range(B))[::-1]
         self.prefilled = 0  # tokens that went through prefill, not counting reuse
 
+    def _empty(self) -> Cache:
+        return make_cache(self.model, self.config.slots, self.config.capacity, self.config.latents,
+                          mtp=self.config.speculate)
+
     # --- slots
+
+    def _clear(self, slot: int) -> None:
+        self.cache = _clear(self.cache, np.array([slot], np.int32))
+
+    def _copy(self, slot: int, copies: list[int]) -> None:
+        self.cache = _copy(self.cache, np.full(len(copies), slot, np.int32), np.array(copies, np.int32))
 
     def open(self) -> int:
         """An empty slot. Raises IndexError if none is free."""
         slot = self.free.pop()
-        self.cache = _clear(self.cache, np.array([slot], np.int32))
+        self._clear(slot)
         self.length[slot], self.pending[slot], self.left[slot], self.count[slot] = 0, -1, 0, 0
         return slot
 
@@ -117,7 +133,7 @@ class Engine:
         check(k <= len(self.free), "infer.slots", self.config.slots,
               f"{k} forks were asked for and {len(self.free)} slots are free")
         copies = [self.free.pop() for _ in range(k)]
-        self.cache = _copy(self.cache, np.full(k, slot, np.int32), np.array(copies, np.int32))
+        self._copy(slot, copies)
         for copy in copies:
             for array in (self.length, self.pending, self.draft):
                 array[copy] = array[slot]
@@ -136,12 +152,8 @@ class Engine:
 
     def extending(self, slot: int, tokens: Sequence[int] | np.ndarray, pictures: Pictures | None = None):
         """`extend`, yielding after every chunk, so that others can be served in between."""
-        tokens = np.asarray(tokens, np.int32).reshape(-1)
-        check(len(tokens) > 0, "prompt", "", "must hold at least one token: the model predicts what follows it")
-        check(bool(tokens.min() >= 0 and tokens.max() < self.model.vocab_size), "prompt", int(tokens.max()),
-              f"token ids must lie in [0, {self.model.vocab_size})")
-        check(len(tokens) <= self.room(slot), "infer.capacity", self.cache.capacity,
-              f"{len(tokens)} more tokens do not fit after {self.length[slot]}; raise it")
+        tokens = self._checked(tokens)
+        self._check_room(slot, len(tokens))
         seen = None if pictures is None else self._see(pictures, len(tokens))
         names = tokens if pictures is None else pictures.named(tokens)
         if self.pending[slot] >= 0:
@@ -169,6 +181,18 @@ class Engine:
                 kept = self._keep(slot, known[:at], kept)
             yield
 
+    def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Known tokens as an array. Raises ConfigError if they are none, or no token ids."""
+        tokens = np.asarray(tokens, np.int32).reshape(-1)
+        check(len(tokens) > 0, "prompt", "", "must hold at least one token: the model predicts what follows it")
+        check(bool(tokens.min() >= 0 and tokens.max() < self.model.vocab_size), "prompt", int(tokens.max()),
+              f"token ids must lie in [0, {self.model.vocab_size})")
+        return tokens
+
+    def _check_room(self, slot: int, n: int) -> None:
+        check(n <= self.room(slot), "infer.capacity", self.cache.capacity,
+              f"{n} more tokens do not fit after {self.length[slot]}; raise it")
+
     def _see(self, pictures: Pictures, n: int) -> tuple[np.ndarray, np.ndarray]:
         """(where features stand [n], the features there [n, D]) for the n tokens of a prompt."""
         check(self.model.vision.n_layers > 0, "model.vision.n_layers", 0, "this model was trained without pictures")
@@ -186,9 +210,8 @@ class Engine:
         check(not self.config.speculate, "infer.speculate", True, "must be False where many slots are extended at once")
         left: dict[int, np.ndarray] = {}
         for slot, new in tokens.items():
-            new = np.asarray(new, np.int32).reshape(-1)
-            check(0 < len(new) <= self.room(slot), "infer.capacity", self.cache.capacity,
-                  f"{len(new)} more tokens do not fit after {self.length[slot]}; raise it")
+            new = self._checked(new)
+            self._check_room(slot, len(new))
             if self.pending[slot] >= 0:
                 new = np.concatenate([self.pending[slot : slot + 1], new])
             self.pending[slot], left[slot] = new[-1], new[:-1]
@@ -287,13 +310,7 @@ class Engine:
 
     def decode(self) -> Decoded:
         """Adds up to `steps` tokens to every started sequence, twice as many with `speculate`."""
-        run = _speculate if self.config.speculate else _decode
-        tokens, logprobs, draft, self.cache = run(
-            self.model, self.config.steps, self.greedy, self.flat, self.cache, self.pending.copy(), self.draft.copy(),
-            self.left.copy(), self.count.copy(), jax.tree.map(np.copy, self.settings), self.stops.copy(),
-        )  # fmt: skip
-        tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
-        self.draft = np.array(draft)
+        tokens, logprobs = self._sample()
         if self.config.speculate:
             self.proposed += int((tokens[:, ::2] >= 0).sum())
             self.accepted += int((tokens[:, 1::2] >= 0).sum())
@@ -307,6 +324,17 @@ class Engine:
             self.pending[slot] = new[-1]
             self.left[slot] = 0 if new[-1] in self.stops[slot] else self.left[slot] - len(new)
         return Decoded(tokens, logprobs)
+
+
+    def _sample(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and their log-probabilities [slots, columns], -1 and nan where a sequence had stopped."""
+        run = _speculate if self.config.speculate else _decode
+        tokens, logprobs, draft, self.cache = run(
+            self.model, self.config.steps, self.greedy, self.flat, self.cache, self.pending.copy(), self.draft.copy(),
+            self.left.copy(), self.count.copy(), jax.tree.map(np.copy, self.settings), self.stops.copy(),
+        )  # fmt: skip
+        self.draft = np.array(draft)
+        return np.asarray(tokens), np.asarray(logprobs)
 
 
 # --- programs. The cache is donated: it is updated in place.

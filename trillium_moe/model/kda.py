@@ -100,22 +100,33 @@ class KDA(nnx.Module):
         """The dtype between the projections."""
         return jnp.promote_types(x.dtype, self.config.kda.compute or x.dtype)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], ctx: Context, past: Recurrent | None = None
+    ) -> tuple[Float[Array, "B T D"], dict]:
+        """The mixer, and statistics of its decays; of rows that continue a sequence, its new `past` instead."""
         c, inside = self.config.kda, self._inside(x_BTD)
+        inputs = [_heads(x_BTD, getattr(self, name)) for name in "qkv"]
 
-        def qkv(name):
-            y = _heads(x_BTD, getattr(self, name)).astype(inside)
+        def qkv(i):
+            y = inputs[i].astype(inside)
             if c.conv_size:
-                y = short_conv(y, getattr(self, f"{name}_conv")[...], ctx.segment_ids)
+                before = 0 if past is None else past.taps.shape[1]
+                if before:
+                    y = jnp.concatenate([past.taps[:, :, i].astype(inside), y], axis=1)
+                y = short_conv(y, getattr(self, f"{'qkv'[i]}_conv")[...], ctx.segment_ids)[:, before:]
             return jax.nn.silu(y)
 
         z = self.decay_logits(x_BTD)
-        o, _ = kda_gated(
-            qkv("q"), qkv("k"), qkv("v"), z, self.beta_logits(x_BTD), *self.gate_of_decay,
+        o, state = kda_gated(
+            qkv(0), qkv(1), qkv(2), z, self.beta_logits(x_BTD), *self.gate_of_decay,
+            initial_state=None if past is None else past.state,
             segment_ids=ctx.segment_ids, g_min=self.g_min, implementation=c.implementation or None,
         )  # fmt: skip
-        g = jax.lax.stop_gradient(self.log_decay(z))
         y = self.output(o, self.gate_logits(x_BTD), x_BTD.dtype)
+        if past is not None:
+            window = jnp.concatenate([past.taps, jnp.stack(inputs, axis=2)], axis=1)
+            return y, {"past": Recurrent(state, window[:, x_BTD.shape[1] :])}
+        g = jax.lax.stop_gradient(self.log_decay(z))
         return y, {"log_decay_mean": g.mean((0, 1)), "log_decay_min": g.min()}
 
     def extend(

@@ -31,6 +31,14 @@ def positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1)
 
 
+def put_rows(
+    past_BCX: Float[Array, "B C X"], new_BTX: Float[Array, "B T X"], start_B: Int[Array, " B"]
+) -> Float[Array, "B C X"]:
+    """What is kept of sequences with T tokens put in from position `start` on."""
+    put = lambda past_CX, new_TX, start: jax.lax.dynamic_update_slice(past_CX, new_TX, (start, 0))
+    return jax.vmap(put)(past_BCX, new_BTX, start_B)
+
+
 def rotate(x_BTHK: Float[Array, "B T H K"], position_BT: Int[Array, "B T"], theta: float) -> Float[Array, "B T H K"]:
     """Rotary embedding: channels (i, i + K/2) turn by position * theta^(-2i/K)."""
     half = x_BTHK.shape[-1] // 2
@@ -62,18 +70,27 @@ class MLA(nnx.Module):
             self.gate = weight((D, H, c.v_dim), ("embed", "heads", "head_dim"))
         self.out = weight((H, c.v_dim, D), ("heads", "head_dim", "embed"), n_in=2)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], dict]:
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], ctx: Context, past: Float[Array, "B C X"] | None = None
+    ) -> tuple[Float[Array, "B T D"], dict]:
+        """The mixer, and the largest logits; of rows that continue a sequence (past: what is kept of its tokens, with
+        room for these), what is kept of the new tokens, `past` [B, T, X], instead."""
         c = self.config.mla
         at = None
         if c.position == "rope":
             ids = jnp.zeros(x_BTD.shape[:2], jnp.int32) if ctx.segment_ids is None else ctx.segment_ids
-            at = positions(ids)
+            at = positions(ids) if ctx.start is None else ctx.start[:, None] + jnp.arange(x_BTD.shape[1])
         ups = self.k_up.astype(x_BTD.dtype), self.v_up.astype(x_BTD.dtype)
+        kept = self.latents(x_BTD, at)
+        if past is not None:
+            new = jnp.concatenate(kept, axis=-1)
+            kept = jnp.split(put_rows(past, new, ctx.start), [c.kv_lora_rank], axis=-1)
         o, max_logit = latent_attention(
-            *map(self._inside, (self.queries(x_BTD, at), *self.latents(x_BTD, at), *ups)),
-            scale=self.scale, segment_ids=ctx.segment_ids, implementation=c.implementation or None,
+            *map(self._inside, (self.queries(x_BTD, at), *kept, *ups)), scale=self.scale,
+            segment_ids=ctx.segment_ids, start=ctx.start, implementation=c.implementation or None,
         )  # fmt: skip
-        return self.output(o, self.gate_logits(x_BTD), x_BTD.dtype), {"max_logit": max_logit}
+        y = self.output(o, self.gate_logits(x_BTD), x_BTD.dtype)
+        return y, {"max_logit": max_logit} if past is None else {"past": new}
 
     def extend(
         self, x_BTD: Float[Array, "B T D"], n_B: Int[Array, " B"], past: Latents, rows: Array | None, length_B: Array

@@ -30,7 +30,7 @@ from trillium_moe.model.params import (
 from trillium_moe.model.stack import Schedule, run_stack
 from trillium_moe.model.vision import Images, Vision
 from trillium_moe.parallel import sharding
-from trillium_moe.shapes import Array, Float, Int
+from trillium_moe.shapes import Array, Float, Int, PyTree
 
 
 def make_layer(kind: str, config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
@@ -73,15 +73,23 @@ class Trillium(nnx.Module):
             self.vision = Vision(config, rngs=rngs)
 
     def hidden(
-        self, tokens_BT: Int[Array, "B T"], ctx: Context, images: Images | None = None
+        self,
+        tokens_BT: Int[Array, "B T"],
+        ctx: Context,
+        images: Images | None = None,
+        past: dict[str, PyTree] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict]:
         """Normed output of the last layer, and aux as `run_stack` gives it.
 
         Placeholder tokens of pictures are tokens like any other to all that follows: segments, router statistics.
+
+        past: {kind of mixer: what its layers are given of the sequences that the rows continue, stacked}; the mixers'
+          aux is then {"past": what they give of the new tokens}. For `trillium_moe.infer.exact`.
         """
         kinds, state, fns = {}, {}, {}
         for kind in Schedule.of(self.config).kinds:
-            graphdef, kinds[kind], state[kind] = nnx.split(getattr(self, kind), nnx.Param, RouterBias)
+            graphdef, kinds[kind], own = nnx.split(getattr(self, kind), nnx.Param, RouterBias)
+            state[kind] = own, () if past is None or kind not in past else (past[kind],)
             fns[kind] = functools.partial(self.sublayer, graphdef)
         if self.config.residual == "none":
             query = jnp.zeros_like(self.sublayer_norm[...])  # not read
@@ -95,8 +103,8 @@ class Trillium(nnx.Module):
 
     def sublayer(self, graphdef, params, state, x_BTD, ctx) -> tuple[Float[Array, "B T D"], dict]:
         """One layer of a kind, its weights gathered for as long as it runs."""
-        params = sharding.gathered(params, self.config.dtypes.compute)
-        y, aux = nnx.merge(graphdef, params, state)(sharding.activations(x_BTD), ctx)
+        params, (own, past) = sharding.gathered(params, self.config.dtypes.compute), state
+        y, aux = nnx.merge(graphdef, params, own)(sharding.activations(x_BTD), ctx, *past)
         return sharding.activations(y), aux
 
     def mtp_hidden(

@@ -20,7 +20,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import attention, attention_runs
+from pallas_kernels.attention import attention, attention_from, attention_runs
 from pallas_kernels.kda import affine
 from pallas_kernels.kda import kda_gated as kda_op
 from pallas_kernels.kda_decode import kda_decode as kda_decode_op
@@ -210,32 +210,36 @@ def with_halo(conv, x_BTHK: Array, weight_HKC: Array, segment_ids: Array | None)
 
 def latent_attention(
     q: Float[Array, "B T H K"],
-    latent: Float[Array, "B T R"],
-    k_rope: Float[Array, "B T P"],
+    latent: Float[Array, "B C R"],
+    k_rope: Float[Array, "B C P"],
     k_up: Float[Array, "R H N"],
     v_up: Float[Array, "R H V"],
     *,
     scale: float,
     segment_ids: Int[Array, "B T"] | None = None,
+    start: Int[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
     """Causal attention with keys [latent k_up, k_rope] and values latent v_up, under the current mesh.
 
     Args:
       q: queries, K = N + P.
-      latent: normed latents.
+      latent: normed latents, C = T without `start`.
       k_rope: the key part that all heads share, rotated already.
       scale, segment_ids, implementation: see `pallas_kernels.attention`, and `attention_runs` there when tokens are cut
         over context.
+      start: where q are the queries from that position on of longer rows of keys; on one device.
 
     Returns:
       Outputs, at least float32, and the largest scaled logit of each head over all tokens.
     """
     B, T, H, _ = q.shape
-    where = layout(B, T)
+    where = layout(B, T) if start is None else None
 
     def whole(q, latent, k_rope, k_up, v_up, ids):
         k, v = _expand((k_up, v_up), (latent, k_rope))
+        if start is not None:
+            return attention_from(q, k, v, start, scale=scale, implementation=implementation)
         return attention(q, k, v, scale=scale, segment_ids=ids, implementation=implementation)
 
     args = (q, latent, k_rope, k_up, v_up, segment_ids)

@@ -40,8 +40,8 @@ def weigh(sequences: Sequence[Sequence_], objective: str, longest: int) -> None:
         s["weight"] = (weight * s["mask"]).astype(np.float32)
 
 
-def pack(sequences: Sequence[Sequence_], row: int) -> list[list[Sequence_]]:
-    """First fit, the longest first. Every sequence is in exactly one row."""
+def pack(sequences: Sequence[Sequence_], row: int, align: int = 1) -> list[list[Sequence_]]:
+    """First fit, the longest first. Every sequence is in exactly one row, and begins there at a multiple of `align`."""
     rows: list[list[Sequence_]] = []
     room: list[int] = []
     for s in sorted(sequences, key=lambda s: -len(s["tokens"])):
@@ -53,13 +53,15 @@ def pack(sequences: Sequence[Sequence_], row: int) -> list[list[Sequence_]]:
             room.append(row)
             at = len(rows) - 1
         rows[at].append(s)
-        room[at] -= n
+        room[at] -= -(-n // align) * align
     return rows
 
 
-def micro_batches(sequences: Sequence[Sequence_], row: int, rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches [rows, row] of all arrays, with segment_ids; the last one is filled up with padding."""
-    packed = pack(sequences, row)
+def micro_batches(
+    sequences: Sequence[Sequence_], row: int, rows: int, align: int = 1
+) -> Iterator[dict[str, np.ndarray]]:
+    """Batches [rows, row] of all arrays, with segment_ids; the rest is padding. align: as of `pack`."""
+    packed = pack(sequences, row, align)
     for start in range(0, len(packed), rows):
         out = {name: np.zeros((rows, row), x.dtype) for name, x in sequences[0].items()}
         out["segment_ids"] = np.zeros((rows, row), np.int32)
@@ -67,8 +69,8 @@ def micro_batches(sequences: Sequence[Sequence_], row: int, rows: int) -> Iterat
             at = 0
             for i, s in enumerate(own):
                 n = len(s["tokens"])
-                out["segment_ids"][b, at : at + n] = i + 1
                 for name, x in s.items():
                     out[name][b, at : at + n] = x
-                at += n
+                out["segment_ids"][b, at : at + n] = i + 1
+                at += -(-n // align) * align
         yield out

@@ -49,6 +49,7 @@ class RolloutConfig:
     max_seconds: float = 0.0  # of a trajectory; 0: no limit. With one, a run can no longer be repeated exactly
     chunks: tuple[int, ...] = (24,)  # tokens of a prefill program
     steps: int = 5  # tokens of a decoding program; a message that needs more takes several
+    exact: bool = False  # sample from training's own forward pass: at equal weights both give the same probabilities
 
     def __post_init__(self):
         for name in ("groups", "samples", "max_message", "steps"):
@@ -162,6 +163,9 @@ class RLConfig:
             check(getattr(self, name) > 0, name, getattr(self, name), "must be greater than 0")
         check(self.row >= self.rollout.max_tokens, "row", self.row,
               f"must hold a trajectory of rollout.max_tokens={self.rollout.max_tokens}")
+        separate = self.model.scan_layers and self.model.remat != "none"
+        check(not self.rollout.exact or separate, "rollout.exact", True, "needs model.scan_layers=True and model.remat "
+              "block or layer: compiled together with a backward pass, the forward pass rounds at other places")
         check(not self.effort.tau or len(self.effort.tau) == len(self.task.efforts), "effort.tau", self.effort.tau,
               f"must have one value for each of task.efforts={self.task.efforts}")
 

@@ -138,7 +138,7 @@ class Rollout:
                 engine.start(r.slot, c.max_message - said, Sampling(0.0 if greedy else c.temperature, seed=seed),
                              (self.protocol.end,))
         decoded = engine.decode()
-        self.counts.forward += engine.config.slots * engine.config.steps
+        self.counts.forward += engine.config.slots * engine.config.steps * engine.places
         feed, on = {}, []
         for r in running:
             t, part, slot = r.trajectory, r.trajectory.parts[-1], r.slot

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trillium_moe.config import check
-from trillium_moe.infer.engine import Engine, EngineConfig
+from trillium_moe.infer.engine import EngineConfig
+from trillium_moe.infer.exact import BLOCK, make_engine
 from trillium_moe.rl import batch, credit, sft
 from trillium_moe.rl.config import RLConfig, TaskConfig
 from trillium_moe.rl.protocol import Protocol
@@ -81,8 +82,9 @@ class Run:
         """The rollout with these weights."""
         c = self.config.rollout
         if self.rollout is None:
-            sizes = EngineConfig(slots=c.groups * c.samples, capacity=c.max_tokens, chunks=c.chunks, steps=c.steps)
-            engine = Engine(self.config.model, params, router_bias, sizes)
+            sizes = EngineConfig(slots=c.groups * c.samples, capacity=c.max_tokens, chunks=c.chunks, steps=c.steps,
+                                 exact=c.exact)
+            engine = make_engine(self.config.model, params, router_bias, sizes)
             self.rollout = Rollout(engine, self.protocol, self.config.task, c, self.config.seed * 1_000_003)
         else:
             self.rollout.engine.load(params, router_bias)
@@ -206,7 +208,7 @@ class Run:
 
         def rows():
             for key, own in kinds.items():
-                for rows in batch.micro_batches(own, c.row, c.rows):
+                for rows in batch.micro_batches(own, c.row, c.rows, BLOCK if c.rollout.exact else 1):
                     if teachers:
                         rows["teacher"] = logprobs(c.model, *teachers[key], rows)
                     if c.objective.kl:
