@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import dispatch
 
 IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention, "pallas_gpu": pallas_gpu.attention}
 
-FROM = {"xla": reference.attention_from, "pallas_gpu": pallas_gpu.attention_from}
+FROM = dict.fromkeys(("reference", "xla"), reference.attention_from) | {"pallas_gpu": pallas_gpu.attention_from}
 
 RUNS = {"xla": blocks.runs, "pallas_gpu": pallas_gpu.runs}
 

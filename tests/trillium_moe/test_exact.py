@@ -119,6 +119,8 @@ def test_what_it_refuses():
     dropping = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, capacity=1.5))
     with pytest.raises(ConfigError, match="config model.moe.capacity=1.5: must be 0 for infer.exact"):
         make_engine(dropping, *variables()[1:], EngineConfig(exact=True))
+    with pytest.raises(ConfigError, match="config infer.exact=True: needs the engine that"):
+        Engine(CONFIG, *variables()[1:], EngineConfig(exact=True))
     e = engine()
     slot = e.open()
     with pytest.raises(ConfigError, match="config infer.exact=True: takes no pictures"):

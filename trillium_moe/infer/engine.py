@@ -100,6 +100,7 @@ class Engine:
         self.prefilled = 0  # tokens that went through prefill, not counting reuse
 
     def _empty(self) -> Cache:
+        check(not self.config.exact, "infer.exact", True, "needs the engine that trillium_moe.infer.exact makes")
         return make_cache(self.model, self.config.slots, self.config.capacity, self.config.latents,
                           mtp=self.config.speculate)
 
