@@ -70,6 +70,7 @@ def test_sampled_is_trained():
         same(request.logprobs, want)
 
 
+@pytest.mark.slow
 def test_decoding_token_by_token_is_not():
     batcher = Batcher(make_engine(CONFIG, *variables()[1:], EngineConfig(slots=1, capacity=CAPACITY, steps=STEPS)))
     request = batcher.submit(Request(TOKENS[:50], 12, Sampling(1.0, seed=0)))
@@ -106,6 +107,7 @@ def test_extended_forked_and_restored_is_read_at_once():
         e.close(slot)
 
 
+@pytest.mark.slow
 def test_score_is_trained():
     for n in (2, BLOCK, BLOCK + 1, 2 * BLOCK + 9):
         same(engine().score(TOKENS[:n]), trained(TOKENS[:n]))
