@@ -65,9 +65,12 @@ def sampled(prompts, n=12):
 def test_sampled_is_trained():
     """Within a block, over the end of one, of two, and from a prompt that ends with one."""
     prompts = [TOKENS[:n] for n in (1, BLOCK - 5, BLOCK, 2 * BLOCK - 3, 2 * BLOCK + 1)]
+    assert engine().computed == 0
     for prompt, request in zip(prompts, sampled(prompts)):
         want = trained([*prompt, *request.tokens])[len(prompt) - 1 :]
         same(request.logprobs, want)
+    blocks, rest = divmod(engine().computed, 3 * BLOCK)  # three sealed blocks, and every step a block of each row
+    assert rest == 0 and (blocks - 3) % STEPS == 0 and blocks - 3 >= 2 * 12
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class Engine(engine.Engine):
 
     def __init__(self, protocol):
         self.config = EngineConfig(slots=12, capacity=192, steps=5)
-        self.protocol, self.weights, self.prefilled = protocol, 0.0, 0
+        self.protocol, self.weights, self.prefilled, self.computed = protocol, 0.0, 0, 0
         self.length, self.left, self.seeds = np.zeros(12, np.int64), np.zeros(12, np.int64), [0] * 12
         self.free = list(range(12))
 

@@ -75,8 +75,6 @@ class Decoded(NamedTuple):
 class Engine:
     """See the module. Not for several threads at once; under `jax.set_mesh`, cut over that mesh."""
 
-    places = 1  # tokens of a sequence that go through the model for a new one
-
     def __init__(self, model: ModelConfig, params: PyTree, router_bias: PyTree, config: EngineConfig = EngineConfig()):
         """Raises ConfigError for sizes out of range or a cache that does not fit into the device's memory."""
         B = config.slots
@@ -98,6 +96,7 @@ class Engine:
         self.greedy = True  # nothing was ever sampled: decoding needs no program that could
         self.free = list(range(B))[::-1]
         self.prefilled = 0  # tokens that went through prefill, not counting reuse
+        self.computed = 0  # places of all programs that ran, rows x tokens, idle ones included: what it cost
 
     def _empty(self) -> Cache:
         check(not self.config.exact, "infer.exact", True, "needs the engine that trillium_moe.infer.exact makes")
@@ -178,6 +177,7 @@ class Engine:
             at += len(part)
             self.length[slot] += len(part)
             self.prefilled += len(part)
+            self.computed += size
             if at in marks:
                 kept = self._keep(slot, known[:at], kept)
             yield
@@ -203,7 +203,7 @@ class Engine:
         where[pictures.at], placed[pictures.at] = True, features[pictures.features]
         return where, placed
 
-    def extend_all(self, tokens: dict[int, Sequence[int]]) -> None:
+    def extend_all(self, tokens: dict[int, Sequence[int] | np.ndarray]) -> None:
         """`extend` of many slots at once: every chunk is one program over all rows of the cache.
 
         Past the prefix store and without multi-token prediction, both of which go sequence by sequence.
@@ -225,6 +225,7 @@ class Engine:
             self.cache = _prefill_all(self.model, self.weights, self.cache, padded, n)
             self.length += n
             self.prefilled += int(n.sum())
+            self.computed += padded.size
             left = {slot: new[size:] for slot, new in left.items()}
 
     def load(self, params: PyTree, router_bias: PyTree) -> None:
@@ -273,9 +274,9 @@ class Engine:
         Memory does not grow with the number of tokens, beyond the cache.
         """
         tokens = np.asarray(tokens, np.int32).reshape(-1)
-        slot = self.open()
-        check(len(tokens) <= self.room(slot), "infer.capacity", self.cache.capacity, f"must be at least {len(tokens)}")
-        out, at = [], 0
+        check(len(tokens) <= self.cache.capacity, "infer.capacity", self.cache.capacity,
+              f"must be at least {len(tokens)}")
+        slot, out, at = self.open(), [], 0
         while at < len(tokens) - 1:
             size = max([c for c in self.config.chunks if c <= len(tokens) - 1 - at], default=min(self.config.chunks))
             part = tokens[at : at + size + 1]
@@ -326,7 +327,6 @@ class Engine:
             self.left[slot] = 0 if new[-1] in self.stops[slot] else self.left[slot] - len(new)
         return Decoded(tokens, logprobs)
 
-
     def _sample(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and their log-probabilities [slots, columns], -1 and nan where a sequence had stopped."""
         run = _speculate if self.config.speculate else _decode
@@ -335,6 +335,7 @@ class Engine:
             self.left.copy(), self.count.copy(), jax.tree.map(np.copy, self.settings), self.stops.copy(),
         )  # fmt: skip
         self.draft = np.array(draft)
+        self.computed += tokens.size
         return np.asarray(tokens), np.asarray(logprobs)
 
 

@@ -55,8 +55,6 @@ class Blocks(NamedTuple):
 class ExactEngine(Engine):
     """`Engine` in blocks; `length` and `pending` as there, the open block holds the pending token as its last."""
 
-    places = BLOCK
-
     def _empty(self) -> Blocks:
         c = self.config
         check(sharding.current_mesh() is None, "infer.exact", True, "runs on one device, without a mesh")
@@ -96,10 +94,10 @@ class ExactEngine(Engine):
         tokens = self._checked(tokens)
         self._check_room(slot, len(tokens))
         for at in range(0, len(tokens), BLOCK):
-            self.extend_all({slot: tokens[at : at + BLOCK].tolist()})
+            self.extend_all({slot: tokens[at : at + BLOCK]})
             yield
 
-    def extend_all(self, tokens: dict[int, Sequence[int]]) -> None:
+    def extend_all(self, tokens: dict[int, Sequence[int] | np.ndarray]) -> None:
         left = {slot: self._checked(new) for slot, new in tokens.items()}
         for slot, new in left.items():
             self._check_room(slot, len(new))
@@ -110,6 +108,7 @@ class ExactEngine(Engine):
             if full.any():
                 self.cache = _seal(self.model, self.weights, self.cache, self.block.copy(), self.begins, full)
                 self.prefilled += BLOCK * int(full.sum())
+                self.computed += self.block.size
             for slot, new in left.items():
                 at = int(known[slot]) % BLOCK
                 part = new[: BLOCK - at]
@@ -132,15 +131,15 @@ class ExactEngine(Engine):
 
     def score(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         tokens = self._checked(tokens)
+        check(len(tokens) <= self.cache.capacity, "infer.capacity", self.cache.capacity,
+              f"must be at least {len(tokens)}")
         slot, out = self.open(), []
-        self._check_room(slot, len(tokens))
         for at in range(0, len(tokens) - 1, BLOCK):
-            part = tokens[at : at + BLOCK]
-            self.extend_all({slot: part.tolist()})
-            targets = np.zeros_like(self.block)
-            targets[slot, : len(tokens[at + 1 :][:BLOCK])] = tokens[at + 1 :][:BLOCK]
+            self.extend_all({slot: tokens[at : at + BLOCK]})
+            following, targets = tokens[at + 1 :][:BLOCK], np.zeros_like(self.block)
+            targets[slot, : len(following)] = following
             logprobs = _score(self.model, self.weights, self.cache, self.block.copy(), self.begins, targets)
-            out.append(np.asarray(logprobs)[slot, : len(tokens[at + 1 :][:BLOCK])])
+            out.append(np.asarray(logprobs)[slot, : len(following)])
         self.close(slot)
         return np.concatenate(out) if out else np.zeros(0, np.float32)
 
@@ -153,6 +152,7 @@ class ExactEngine(Engine):
             self.stops.copy(),
         )  # fmt: skip
         self.block = np.array(block)
+        self.computed += self.config.steps * self.block.size
         return np.asarray(tokens), np.asarray(logprobs)
 
 

@@ -107,18 +107,19 @@ class KDA(nnx.Module):
         c, inside = self.config.kda, self._inside(x_BTD)
         inputs = [_heads(x_BTD, getattr(self, name)) for name in "qkv"]
 
-        def qkv(i):
+        before = 0 if past is None else past.taps.shape[1]
+
+        def convolved(i, name):
             y = inputs[i].astype(inside)
+            if before:
+                y = jnp.concatenate([past.taps[:, :, i].astype(inside), y], axis=1)
             if c.conv_size:
-                before = 0 if past is None else past.taps.shape[1]
-                if before:
-                    y = jnp.concatenate([past.taps[:, :, i].astype(inside), y], axis=1)
-                y = short_conv(y, getattr(self, f"{'qkv'[i]}_conv")[...], ctx.segment_ids)[:, before:]
-            return jax.nn.silu(y)
+                y = short_conv(y, getattr(self, f"{name}_conv")[...], ctx.segment_ids)
+            return jax.nn.silu(y[:, before:])
 
         z = self.decay_logits(x_BTD)
         o, state = kda_gated(
-            qkv(0), qkv(1), qkv(2), z, self.beta_logits(x_BTD), *self.gate_of_decay,
+            *(convolved(i, name) for i, name in enumerate("qkv")), z, self.beta_logits(x_BTD), *self.gate_of_decay,
             initial_state=None if past is None else past.state,
             segment_ids=ctx.segment_ids, g_min=self.g_min, implementation=c.implementation or None,
         )  # fmt: skip

@@ -119,12 +119,10 @@ class Rollout:
     def _feed(self, tokens: dict[int, list[int]]) -> None:
         if not tokens:
             return
-        before = self.engine.prefilled
+        prefilled, computed = self.engine.prefilled, self.engine.computed
         self.engine.extend_all(tokens)
-        self.counts.prefilled += self.engine.prefilled - before
-        longest = max(map(len, tokens.values()))
-        chunk = min([c for c in self.engine.config.chunks if c >= longest], default=max(self.engine.config.chunks))
-        self.counts.forward += -(-longest // chunk) * chunk * self.engine.config.slots
+        self.counts.prefilled += self.engine.prefilled - prefilled
+        self.counts.forward += self.engine.computed - computed
         self.counts.naive += sum(int(self.engine.length[slot]) + 1 for slot in tokens)
 
     def _turn(self, running: list[Running], version: int, greedy: bool) -> list[Running]:
@@ -137,8 +135,9 @@ class Rollout:
                 seed = zlib.crc32(f"{self.seed}/{t.id}/{t.turns}/{said}/{t.split}".encode())
                 engine.start(r.slot, c.max_message - said, Sampling(0.0 if greedy else c.temperature, seed=seed),
                              (self.protocol.end,))
+        computed = engine.computed
         decoded = engine.decode()
-        self.counts.forward += engine.config.slots * engine.config.steps * engine.places
+        self.counts.forward += engine.computed - computed
         feed, on = {}, []
         for r in running:
             t, part, slot = r.trajectory, r.trajectory.parts[-1], r.slot
